@@ -27,9 +27,9 @@ else:
 
     def __getattr__(name: str) -> object:
         if name in ("RLTrainer", "FixedDataTrainer"):
-            from hybridflow.parallel.platform import quiet
+            from hybridflow.parallel.platform import quiet_libraries
 
-            quiet()  # before megatron-core loads, as `hybridflow train` does
+            quiet_libraries()  # before megatron-core loads, as `hybridflow train` does
         if name in ("RLTrainer", "create_critic_model", "get_trainer_config", "make_rl_data_loader"):
             from hybridflow.trainers import tutorial_names
 

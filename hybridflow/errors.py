@@ -97,7 +97,7 @@ class Reasons:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def of(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
+    def collect(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
         """What `check` gives; None where it raises a UserError, which is noted."""
         try:
             return check(*arguments, **named)

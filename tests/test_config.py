@@ -1002,10 +1002,10 @@ def test_buckets_of_prompt_lengths(config_file) -> None:
         config_file({"sampling.by_prompt_length": buckets, "algorithm.update.mini_batch_size": 5})
     )
     sampling, lengths = config.sampling, [1, 8, 9, 16, 17]
-    assert sampling.buckets.each(lengths) == [0, 0, 1, 1, 2]
-    assert sampling.samples.each(lengths) == [2, 2, 4, 4, 2] and sampling.samples.varies
-    assert sampling.temperatures.each(lengths) == [0.5, 0.5, 1.0, 1.0, 1.0]
-    assert sampling.limits.each(lengths) == [20, 20, 50, 50, 50]
+    assert sampling.buckets.for_lengths(lengths) == [0, 0, 1, 1, 2]
+    assert sampling.samples.for_lengths(lengths) == [2, 2, 4, 4, 2] and sampling.samples.varies
+    assert sampling.temperatures.for_lengths(lengths) == [0.5, 0.5, 1.0, 1.0, 1.0]
+    assert sampling.limits.for_lengths(lengths) == [20, 20, 50, 50, 50]
     assert config.batch_size == 8 * 4 and config.mini_batch_size == 5  # the most sequences
     again = ExperimentConfig.from_tree(yaml.safe_load(config.to_yaml()), "config.yaml")
     assert again == config

@@ -40,6 +40,10 @@ def test_mappings_merge_by_key_and_overrides_come_last(merged) -> None:
     assert found == BASE | expected
 
 
+def test_an_empty_mapping_clears_that_of_the_base(merged) -> None:
+    assert merged({"actor": {}})["actor"] == {} and merged({"actor": {"model": "b"}})["actor"]["model"] == "b"
+
+
 def test_lists_scalars_and_null_replace(merged) -> None:
     functions = [{"function": "c:d"}]
     change = {"actor": {"optimizer": {"betas": [0.5, 0.6]}}, "critic": None, "reward": {"functions": functions}}

@@ -9,7 +9,7 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.cli.plan import main
 from hybridflow.config.fixed_data import load_config
-from hybridflow.data.chat import rendered
+from hybridflow.data.chat import render_chats
 from hybridflow.data.templates import ChatTemplate
 from tests.data.test_prompts import word_tokenizer
 from tests.test_shipped_configs import GPU_BYTES, SPARE_BYTES
@@ -72,7 +72,7 @@ def test_the_template_of_zephyr_marks_what_the_assistant_says() -> None:
     talk = [
         {"role": role, "content": f" {role} says\n"} for role in ("system", "user", "assistant", "user", "assistant")
     ]
-    (found,) = rendered(talk, ChatTemplate(tokenizer), "a")
+    (found,) = render_chats(talk, ChatTemplate(tokenizer), "a")
     turns = [f"<|{message['role']}|>\n{message['content']}<eos>\n" for message in talk]
     assert found.text == "".join(turns).removesuffix("\n")  # up to the end token
     assert [found.text[start:end] for start, end in found.spans] == [" assistant says\n<eos>"] * 2

@@ -40,6 +40,7 @@ FLOORS: dict[int, list[str]] = {
         "formats",
         "formats.*",
         "cpu",
+        "cpu.fresh_pages",
         "cpu.kernels",
         "cpu.kernels.*",
         "cpu.log_probs",

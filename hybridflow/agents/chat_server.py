@@ -1,4 +1,4 @@
-"""The HTTP server at which agents reach the model: one in the first rank of an engine replica, in a thread of its own.
+"""The HTTP server at which agents reach the model: one in the first rank of an engine replica, in a separate thread.
 
     door = ChatServer("127.0.0.1", token=None, max_model_len=4096)
     url = door.base_url("3-8f0c...")              # of a row; an agent's client takes it as base_url
@@ -34,7 +34,7 @@ from hybridflow.errors import ConfigError
 MODEL = "policy"  # what the model is called
 RETRIES = "x-stainless-retry-count"  # a header of OpenAI's client
 MOST_BYTES = 1 << 26  # of a request
-MOST_NESTED = 100  # what reads a request goes down by calls of its own
+MOST_NESTED = 100  # what reads a request goes down by recursion
 START_SECONDS = 60.0
 END_SECONDS = 0.1  # for requests under way, at the end; with 0 aiohttp would wait for ever
 URLS = "/v1/chat/completions, /inference/v1/generate and /v1/models"
@@ -55,7 +55,7 @@ Answer = Completion | TokenCompletion | Refusal
 
 @dataclass(frozen=True, eq=False)
 class ChatRequest:
-    """One that waits for its answer. row: the name in its URL. body: JSON, not checked. by_tokens: it has token ids.
+    """One that waits for an answer. row: the name in the URL. body: JSON, not checked. by_tokens: it has token ids.
 
     repeated: OpenAI's client has sent the same before, and says that the answer was lost. has_left: whether the
     client's connection has ended.
@@ -88,7 +88,7 @@ class ChatServer:
             os.set_blocking(end, False)
         self._loop = asyncio.new_event_loop()
         self._started, self._port, self._problem = threading.Event(), 0, ""
-        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="chat server", daemon=True)
         self._thread.start()
         self.close = weakref.finalize(self, _stop, self._loop, self._thread, (self._readable, self._writable))
         if not self._started.wait(START_SECONDS) or self._problem:
@@ -101,7 +101,7 @@ class ChatServer:
         host = f"[{self._address}]" if ipaddress.ip_address(self._address).version == 6 else self._address
         return f"http://{host}:{self._port}/{row}/v1"
 
-    def taken(self) -> list[ChatRequest | Gone]:
+    def take_events(self) -> list[ChatRequest | Gone]:
         """The events since the last call, in order."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._readable, 1 << 16)
@@ -147,8 +147,8 @@ class ChatServer:
             try:
                 return await handler(request)
             except web.HTTPException as error:
-                told = f"{request.method} {request.path}: {error.reason}; there are {URLS}"
-                return _problem(Refusal(error.status, "not_found", told))
+                problem = f"{request.method} {request.path}: {error.reason}; there are {URLS}"
+                return _problem(Refusal(error.status, "not_found", problem))
 
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[checked])
         app.add_routes(
@@ -191,8 +191,8 @@ class ChatServer:
             raise
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        its = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridflow"}
-        return web.json_response({"object": "list", "data": [its | {"max_model_len": self._max_model_len}]})
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridflow"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": self._max_model_len}]})
 
     def _put(self, event: ChatRequest | Gone) -> None:
         self._events.put(event)

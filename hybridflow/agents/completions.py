@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Completion:
-    """message: of the assistant, arguments of its tool calls as JSON texts. tokens: of the request, and of the turn.
+    """message: of the assistant, arguments of tool calls as JSON texts. tokens: of the request, and of the turn.
 
     tells_usage: a streamed one ends with a chunk that has the numbers of tokens.
     """

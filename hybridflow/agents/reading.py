@@ -1,4 +1,4 @@
-"""How turns of an agent's row are read: the parser of its tools, and what of the calls the agent is told."""
+"""How turns of an agent's row are read: the parser of tools, and which calls the agent gets."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,7 @@
-"""What a branch of a row has said so far, and what a further request adds to that: messages here, tokens there."""
+"""What a further request of an agent adds to a sequence of a row: messages here, tokens there."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.agents.chat_requests import Asked, AskedTokens, continuation_of
@@ -10,39 +9,13 @@ from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.messages import Message
 from hybridflow.errors import OtherConversation
+from hybridflow.rollout.rows import RowSequence
 from hybridflow.rollout.tool_calls import Parsed
 
 
-@dataclass(frozen=True)
-class Transcript:
-    """What a branch of a row has said so far. prompt: tokens, none where the first request is to bring them.
-
-    behind: tokens after the prompt. messages: none before the first answer, and with a request of tokens: such a branch
-    goes on with tokens alone. ended: the token by which the model has ended its last turn. cut: that turn has met a
-    limit.
-    """
-
-    prompt: list[int]
-    messages: list[Message] | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    behind: tuple[int, ...] = ()
-    ended: int | None = None
-    cut: bool = False
-    answered: bool = False  # the model has spoken
-
-    @property
-    def used(self) -> int:
-        """Tokens behind the prompt."""
-        return len(self.behind)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt) + len(self.behind)
-
-
-def tokens_behind(talk: Transcript, asked: AskedTokens) -> list[int]:
+def tokens_behind(sequence: RowSequence, asked: AskedTokens) -> list[int]:
     """Those of a request of token ids that the row does not have yet. Errors: OtherConversation."""
-    known = [*talk.prompt, *talk.behind]
+    known = sequence.all_tokens
     if asked.token_ids[: len(known)] != known:
         raise OtherConversation(
             f"the request does not continue the row: its token_ids have to begin with the {len(known)} tokens of the "
@@ -51,22 +24,23 @@ def tokens_behind(talk: Transcript, asked: AskedTokens) -> list[int]:
     return asked.token_ids[len(known) :]
 
 
-def new_tokens(talk: Transcript, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
+def new_tokens(sequence: RowSequence, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
     """Those of a request behind the tokens that the row has; all of a first request that brings the prompt.
 
     columns: of the row. Errors: RowError where the template fails; OtherConversation.
     """
     fields, template = fields_of(asked, columns), continues.with_tools(asked.fields.get(TOOLS, ()))
+    talk, known = sequence.transcript, sequence.all_tokens
     if talk.messages is None and talk.answered:
         raise OtherConversation("the row's requests have token ids: it cannot go on with messages")
     if talk.messages is None:
         ids = template.first_tokens(asked.messages, fields)
-        if ids[: len(talk.prompt)] != talk.prompt:
+        if ids[: len(known)] != known:
             raise OtherConversation(
                 "the first request does not begin with the row's prompt: with data.environment.prompt: column its "
                 "messages and tools are those of the data file"
             )
-        return ids[len(talk.prompt) :]
+        return ids[len(known) :]
     new = continuation_of(talk.messages, asked.messages)
     if new is None:
         raise OtherConversation(
@@ -99,7 +73,7 @@ def turn_message(parsed: Parsed, call_id: Callable[[int], str]) -> Message:
     return message
 
 
-def sent(message: Message) -> Message:
+def in_openai_form(message: Message) -> Message:
     """As OpenAI's format has it: arguments are texts."""
     if "tool_calls" not in message:
         return message

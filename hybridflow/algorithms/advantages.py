@@ -34,7 +34,7 @@ def gae(
         response_mask: bool (T,), True on the response tokens, anywhere in their sequence.
         lengths: int64 (N,), tokens in each sequence, prompt included.
         gamma: discount, in [0, 1].
-        gae_lambda: lambda, in [0, 1]; float (N,) where each sequence has its own.
+        gae_lambda: lambda, in [0, 1]; float (N,) gives each sequence a lambda.
 
     Returns:
         advantages and returns, float (T,), both zero outside the response, whatever the inputs hold there.
@@ -61,7 +61,7 @@ def gae(
 
 
 def discounted_returns(rewards: Tensor, response_mask: Tensor, *, lengths: Tensor, gamma: float) -> Tensor:
-    """What the response earns from each of its tokens on.
+    """What the response earns from each token on.
 
         G_t = sum_{k >= 0} gamma^k r_{t+k}
 
@@ -84,7 +84,7 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, *, lengths: Tenso
 
 
 def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
-    """A lambda that grows with the response, so that its end reaches back over about the same share of it.
+    """A lambda that grows with the response: the response's end reaches back over about the same share of tokens.
 
         lambda_i = 1 - 1 / (alpha l_i), held within [0, 1]
 
@@ -106,7 +106,7 @@ def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
 
 
 def to_tokens(per_sequence: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
-    """Give every token of the mask what its sequence has.
+    """Give every token of the mask the value of the token's sequence.
 
         y_t = x_i for t in sequence i, where m_t
 

@@ -35,7 +35,7 @@ def require_nonempty(**tensors: Tensor) -> None:
 
 
 def require_lengths(lengths: Tensor, num_tokens: int) -> None:
-    """lengths is int64 (N,) and its sum is the number of tokens of the packed batch."""
+    """lengths is int64 (N,); the lengths sum to the number of tokens of the packed batch."""
     _require(lengths.ndim == 1, "lengths", tensor=lengths, rule="have one dimension")
     _require(lengths.dtype == torch.int64, "lengths", tensor=lengths, rule="be int64")
     total = int(lengths.sum())

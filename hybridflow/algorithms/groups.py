@@ -70,7 +70,7 @@ def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def length_weighted_advantages(scores: Tensor, groups: Tensor, response_lengths: Tensor) -> Tensor:
-    """Scores relative to the baseline of least variance, where the gradient of a response grows with its length.
+    """Scores relative to the baseline of least variance, if a response's gradient grows with the response's length.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j,    j over i's group
 
@@ -90,7 +90,7 @@ def length_weighted_advantages(scores: Tensor, groups: Tensor, response_lengths:
     index, counts = _groups(scores, groups)
     lengths = response_lengths.double()
     total = _sums(lengths, index, counts)
-    shift = _means(scores.double(), index, counts)  # a baseline moves with its scores: equal ones then leave zeros
+    shift = _means(scores.double(), index, counts)  # a baseline moves with the scores: equal scores leave zeros
     apart = scores.double() - shift[index]
     baseline = _sums(lengths * apart, index, counts) / total.clamp(min=1.0)
     return torch.where(total[index] > 0, apart - baseline[index], 0.0).to(scores.dtype)

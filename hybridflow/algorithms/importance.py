@@ -37,7 +37,7 @@ def truncated_importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, *
 def sequence_importance_weights(
     log_probs: Tensor, rollout_log_probs: Tensor, sequences: Tensor, *, cap: float
 ) -> Tensor:
-    """One weight for all tokens of a response: its likelihood under the trainer over that under the engine.
+    """One weight for all tokens of a response: the response's likelihood under the trainer over the engine's.
 
         w_i = min(exp(sum over t of i of (log pi_t - log mu_t)), cap)
 

@@ -33,7 +33,7 @@ def kl_k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
         k1_t = log pi_t - log ref_t
 
-    Unbiased for KL(pi || ref), of high variance, negative for some tokens. Its gradient as a loss is
+    Unbiased for KL(pi || ref), of high variance, negative for some tokens. The gradient as a loss is
     grad log pi_t, whose expectation is zero: for use in the reward, not as a loss.
 
     Args:
@@ -55,7 +55,7 @@ def kl_k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
         k2_t = (log pi_t - log ref_t)^2 / 2
 
-    Biased for KL(pi || ref), by little where the two are close. Its gradient as a loss is
+    Biased for KL(pi || ref), by little where the two are close. The gradient as a loss is
     (log pi_t - log ref_t) grad log pi_t, whose expectation is exactly the gradient of KL(pi || ref).
 
     Args:
@@ -78,7 +78,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         k3_t = ref_t / pi_t - 1 - log(ref_t / pi_t)
 
     Unbiased for KL(pi || ref), of low variance where the two are close; one token can be very large where
-    ref_t >> pi_t. Its gradient as a loss is (1 - ref_t / pi_t) grad log pi_t, whose expectation is the
+    ref_t >> pi_t. The gradient as a loss is (1 - ref_t / pi_t) grad log pi_t, whose expectation is the
     gradient of the other divergence, KL(ref || pi).
 
     Args:

@@ -1,9 +1,9 @@
-"""From a loss per token to one number: means over the global mini-batch, as weights of its tokens and a divisor.
+"""From a loss per token to one number: means over the global mini-batch, as weights of the tokens and a divisor.
 
     L = sum_t w_t L_t / d
 
-Both are computed from the whole mini-batch, so that replicas, micro-batches and pipeline stages, each of which adds up
-its own tokens, change nothing. Weights are zero outside the response.
+Both are computed from the whole mini-batch. So replicas, micro-batches and pipeline stages change nothing: each adds
+up the tokens that lie there. Weights are zero outside the response.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def sequence_sum_mean(mask: Tensor, lengths: Tensor) -> LossMean:
 
 
 def constant(mask: Tensor, lengths: Tensor, *, max_response_length: int) -> LossMean:
-    """As `sequence_sum_mean`, over a length that is the same for every batch, however long its responses are.
+    """As `sequence_sum_mean`, over a length that is the same for every batch, however long the responses are.
 
         w_t = m_t,    d = number of sequences with a response token x max_response_length
 

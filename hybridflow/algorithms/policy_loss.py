@@ -17,7 +17,7 @@ def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
         r_t = exp(log pi_t - log pi_old_t)
 
-    log r_t is held within +-20, so that exp and its gradient stay finite: an infinite ratio would reach the gradient as
+    log r_t is held within +-20, so that exp and the gradient stay finite: an infinite ratio would reach the gradient as
     0 x inf even on the branch of a clipped loss that min discards.
 
     Args:
@@ -35,7 +35,7 @@ def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, sequences: Tensor) -> Tensor:
-    """The geometric mean of a response's ratios, for each of its tokens.
+    """The geometric mean of a response's ratios, for each token of the response.
 
         s_i = exp(mean over t of i of (log pi_t - log pi_old_t))
 
@@ -122,7 +122,7 @@ def dual_clipped_policy_loss(
 def cispo_policy_loss(
     ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """REINFORCE, each token weighed by its ratio within bounds: no token loses its gradient.
+    """REINFORCE, each token weighed by the token's ratio within bounds: no token loses the gradient.
 
         L_t = -stop(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi_t
 
@@ -187,11 +187,11 @@ def reinforce_policy_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def clipped_tokens(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Where `clipped_policy_loss` takes its clipped branch, that is, where the token gives no gradient.
+    """Where `clipped_policy_loss` takes the clipped branch, that is, where the token gives no gradient.
 
         c_t = (A_t > 0 and r_t > 1 + clip_high) or (A_t < 0 and r_t < 1 - clip_low)
 
-    Its mean over the response is the clip fraction. The second bound of the dual clip is not counted.
+    The mean of c over the response is the clip fraction. The second bound of the dual clip is not counted.
 
     Args:
         ratio, advantages, clip_low, clip_high: as in `clipped_policy_loss`.

@@ -1,7 +1,7 @@
 """Losses that compare completions which are given: of pairs, and of single ones that are good or bad. Not generated.
 
 They couple the sequences of a batch, so they are taken of whole per-sequence tensors, and a role makes a step along
-their derivatives. h_i is the log-ratio log pi(y_i | x_i) - log pi_ref(y_i | x_i) of a completion, a sum over its tokens
+their derivatives. h_i is the log-ratio log pi(y_i | x_i) - log pi_ref(y_i | x_i) of a completion, a sum over tokens
 (`sequence_sums`), in nats.
 """
 
@@ -39,7 +39,7 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
         L_i = -(1 - e) log sigma(beta (h_c - h_r)) - e log sigma(-beta (h_c - h_r))
 
-    Rafailov et al. 2023, arXiv 2305.18290, equation 7, which is e = 0; with e the "conservative DPO" of its authors.
+    Rafailov et al. 2023, arXiv 2305.18290, equation 7, which is e = 0; with e the "conservative DPO" of the authors.
 
     Args:
         chosen, rejected: float (P,), the log-ratios h of each pair; the gradient flows through these.

@@ -1,4 +1,4 @@
-"""Directories that hold an adapter (LoRA and its like) alone, which is no model until it is merged into its base."""
+"""Directories that hold an adapter (such as LoRA) alone, which is no model until it is merged into the base model."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ class ConfigFieldRule:
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json of a family says, and what holds for all its models. Defaults are those of Llama.
+    """What config.json of a family says, and what holds for all models of the family. Defaults are Llama's.
 
     What a missing field means is what transformers makes of it, whose reading vLLM takes.
     """

@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 def blocks(weight: Weight, spec: ModelSpec) -> tuple[Block, ...]:
-    """Where the rows of the HuggingFace parts lie in the whole parameter, from its first row to its last.
+    """Where the rows of the HuggingFace parts lie in the whole parameter, from the first row to the last.
 
     The rows of an expert's matrices are counted on from those of the expert before. Rows past the vocabulary are in no
     block.
@@ -44,7 +44,7 @@ def _blocks(part_rows: Shape, groups: int) -> tuple[Block, ...]:
 
 
 def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
-    """The whole parameter, its vocabulary padded."""
+    """The whole parameter, with a padded vocabulary."""
     shapes = weight.shapes(spec)
     columns = shapes[0][1] if len(shapes[0]) == 2 else 1
     if weight.split is Split.VOCAB:
@@ -114,7 +114,7 @@ def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]
 
 
 def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, place: Place) -> Tensor:
-    """The megatron shard of one weight at a place, read from its slices of the HuggingFace tensors."""
+    """The megatron shard of one weight at a place, read from slices of the HuggingFace tensors."""
     shard, shapes = training_shard(matrix_of(weight, spec), place), weight.shapes(spec)
     columns = slice(*shard.columns) if len(shapes[0]) > 1 else slice(None)
     pieces = [

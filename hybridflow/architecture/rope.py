@@ -43,7 +43,7 @@ def rope_object(raw: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def read_rope(raw: dict[str, Any], refuse: Refuse, *, theta: float, positions: int) -> Rope:
-    """By name, checked: its kind, theta, and what the kind has.
+    """By name, checked: the kind, theta, and what the kind has.
 
     theta: what a missing one means. positions: the model's, which a missing ORIGINAL of yarn means.
 

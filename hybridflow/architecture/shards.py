@@ -5,14 +5,14 @@ A part is a tensor of a HuggingFace checkpoint.
 
     split        parts, top down                          megatron's rank r holds
     REPLICATED   1                                        all
-    VOCAB        1 (vocab, hidden)                        its rows, zero rows past the vocabulary
-    ROWS         1 (out, in)                              its rows
-    COLUMNS      1 (out, in) an expert                    its columns
-    GATED        gate, up, or both in one, an expert      of each expert [its rows of gate; its rows of up]
-    QKV          q, k, v                                  its even share of the rows, which stand per key/value group
+    VOCAB        1 (vocab, hidden)                        rows of r, zero rows past the vocabulary
+    ROWS         1 (out, in)                              rows of r
+    COLUMNS      1 (out, in) an expert                    columns of r
+    GATED        gate, up, or both in one, an expert      of each expert [rows of r of gate; rows of r of up]
+    QKV          q, k, v                                  an even share of the rows, which stand per key/value group
                                                           [q of the group; k; v]
 
-Of experts a rank has the rows of a run of them, and of each of these its share.
+A rank has a run of consecutive experts, and of each of these experts the rank's share of the rows.
 """
 
 from enum import Enum, auto
@@ -36,7 +36,7 @@ class Split(Enum):
 
 
 class Matrix(NamedTuple):
-    """What a whole parameter looks like; all that its shards depend on. The vocabulary is padded."""
+    """What a whole parameter looks like; all that the shards depend on. The vocabulary is padded."""
 
     split: Split
     rows: int

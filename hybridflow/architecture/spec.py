@@ -1,6 +1,6 @@
 """What a HuggingFace architecture means in megatron terms.
 
-A `ModelSpec` is everything that building, loading, resharding and exporting a model need to know of its config.json.
+A `ModelSpec` is everything that building, loading, resharding and exporting a model need to know of config.json.
 What sets an architecture apart stands in `hybridflow.architecture.families`.
 """
 
@@ -50,7 +50,7 @@ class ModelSpec:
     num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
     dense_ffn_hidden_size: int = 0  # of the first layers of a model with experts
-    shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside its own; 0: there is none
+    shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside the chosen ones; 0: none
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     routed_scaling: float = 1.0  # what those weights are multiplied with
     qk_norm_given: bool | None = None  # None: as the family
@@ -77,7 +77,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(map(self.layer_kind, (0, self.num_layers - 1))))
 
     def mlp_size(self, kind: LayerKind) -> int:
-        """Of what every token of a layer goes through: its MLP, or its shared expert; 0 where there is none."""
+        """Size of what every token of a layer goes through: the MLP, or the shared expert; 0 where there is none."""
         if kind == "experts":
             return self.shared_ffn_hidden_size
         return self.dense_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
@@ -144,7 +144,7 @@ class ModelSpec:
             )
 
     def check_length(self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length") -> None:
-        """Raise ConfigError where sequences exceed the positions the model knows, or what its attention reaches.
+        """Raise ConfigError where sequences exceed the positions that the model knows, or the reach of attention.
 
         key: what in the config makes them so long.
         """
@@ -179,7 +179,7 @@ class ModelSpec:
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """The spec of a HuggingFace directory, or of a torch_dist checkpoint, which has its config.json beside it.
+    """The spec of a HuggingFace directory, or of a torch_dist checkpoint with config.json beside the weights.
 
     Of weights it looks at the output layer alone, where config.json says that it is the embedding. Errors:
     CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
@@ -215,9 +215,9 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 
 
 def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
-    """What config.json says otherwise: a model without its language model head is one that scores.
+    """What config.json says otherwise: a model without a language model head is one that scores.
 
-    An output layer of its own is said to be that, also where the source's config.json said otherwise.
+    A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
     fewer = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
     if head == spec.head:

@@ -1,4 +1,4 @@
-"""Whether a model that config.json calls tied has an output layer of its own all the same.
+"""Whether a model that config.json calls tied has a separate output layer all the same.
 
 Some tools write both: an untied model under a config that ties (tie_word_embeddings), or a copy of the embedding.
 transformers 5 and vLLM 0.32 compare the two tensors and tie where they are equal, so this does too: in pieces, and only
@@ -25,7 +25,7 @@ Read = Callable[[int, int], Tensor]  # rows from .. to
 def has_own_head(path: Path, embedding: str, vocab_size: int) -> bool:
     """Whether the weights in `path` have an output layer that differs from the embedding.
 
-    embedding: its HuggingFace name. A directory without weights has none. Errors: CheckpointError for damaged files.
+    embedding: the HuggingFace name. A directory without weights has none. Errors: CheckpointError for damaged files.
     """
     found = _in_distributed(path) if is_distributed(path) else _in_safetensors(path, embedding)
     if found is None:

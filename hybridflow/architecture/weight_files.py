@@ -1,4 +1,4 @@
-"""torch_dist checkpoints of a model: its weights by their HuggingFace names, and how such a checkpoint is written.
+"""torch_dist checkpoints of a model: weights by their HuggingFace names, and how such a checkpoint is written.
 
 A directory holds `.metadata` (`formats.distributed_metadata`), files of records (`formats.tensor_record`), megatron's
 `metadata.json` and `common.pt`. megatron-core's own dist_checkpointing loads what is written here, at any layout.
@@ -33,8 +33,6 @@ from hybridflow.formats.safetensors_files import (
     check_readable,
 )
 
-NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -42,7 +40,7 @@ class _Part:
 
     shape: Shape
     expert_rows: int | None  # of each of the parameter's experts, where it has any
-    blocks: tuple[Block, ...]  # where its rows lie
+    blocks: tuple[Block, ...]  # where the part's rows lie
     key: str
     layer: int | None  # along the leading axis of the stored tensor
 
@@ -54,7 +52,6 @@ class MegatronDirectory:
     """
 
     tensors: Mapping[str, TensorInfo]
-    unknown: tuple[str, ...]  # tensors that are neither weights of this model nor known not to be weights
     missing: tuple[str, ...]  # HuggingFace tensors of this model that are not there
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
@@ -70,11 +67,9 @@ class MegatronDirectory:
             else:
                 self._check_shape(weight, *found)
                 self._parts |= _parts_of(weight, spec, *found)
-        keys = {part.key for part in self._parts.values()}
-        for key in sorted(keys):
+        for key in sorted({part.key for part in self._parts.values()}):
             self._files.check_complete(key)
         self.missing = tuple(missing)
-        self.unknown = tuple(key for key in self._files.tensors if key not in keys and not _no_weight(key))
         self.tensors = {
             name: TensorInfo(part.shape, self._files.tensors[part.key].dtype) for name, part in self._parts.items()
         }
@@ -98,7 +93,7 @@ class MegatronDirectory:
         return out
 
     def _read_rows(self, part: _Part, row: int, columns: Shape, out: Tensor) -> None:
-        """Fill `out` with rows from `row` of the whole parameter, counted through all its experts."""
+        """Fill `out` with rows from `row` of the whole parameter, counted through all experts."""
         leading: tuple[int, ...] = () if part.layer is None else (part.layer,)
         if part.expert_rows is not None:
             expert, row = divmod(row, part.expert_rows)
@@ -119,7 +114,7 @@ class MegatronDirectory:
 
 
 def _places(weight: Weight) -> Iterator[tuple[str, int | None]]:
-    """(key, layer) where a weight may be stored: layers in one tensor or each in its own, norms by either name."""
+    """(key, layer) where a weight may be stored: layers in one tensor or one each, norms by either name."""
     stacked, layer = stored_at(weight)
     places = [(stacked, layer)]
     if layer is not None:
@@ -131,10 +126,6 @@ def _places(weight: Weight) -> Iterator[tuple[str, int | None]]:
                 yield key.replace(fused, plain) if fused in key else key.replace(plain, fused), index
 
 
-def _no_weight(key: str) -> bool:
-    return key.startswith(NO_WEIGHTS) or "_extra_state" in key
-
-
 def _parts_of(weight: Weight, spec: ModelSpec, key: str, layer: int | None) -> dict[str, _Part]:
     """The HuggingFace tensors of a weight that is stored there."""
     of_parts: list[list[Block]] = [[] for _ in weight.hf]
@@ -142,8 +133,8 @@ def _parts_of(weight: Weight, spec: ModelSpec, key: str, layer: int | None) -> d
         of_parts[block.part].append(block)
     expert_rows = whole_shape(weight, spec)[1] if weight.experts else None
     return {
-        name: _Part(shape, expert_rows, tuple(its), key, layer)
-        for name, shape, its in zip(weight.hf, weight.shapes(spec), of_parts, strict=True)
+        name: _Part(shape, expert_rows, tuple(of_part), key, layer)
+        for name, shape, of_part in zip(weight.hf, weight.shapes(spec), of_parts, strict=True)
     }
 
 
@@ -175,8 +166,8 @@ def write_distributed(
 ) -> None:
     """Write this rank's chunks; collective over `group`, without one this process writes all there is.
 
-    Every rank holds one chunk at a time and writes a file of its own; the first rank of the group writes what says
-    where the chunks lie. What is written is on the disk when this returns. `written` gets the bytes of each chunk.
+    Every rank holds one chunk at a time and writes one file; the first rank of the group also writes `.metadata`, the
+    places of chunks. What is written is on the disk when this returns. `written` gets the bytes of each chunk.
     Errors: those of `Chunk.read` and of the disk; ValueError where the chunks of all ranks do not cover their tensors.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -193,7 +184,7 @@ def write_distributed(
 def extra_states(chunk: Chunk) -> Iterator[str]:
     """Keys of the empty extra states that megatron's linear layers look for, those of the layers of this chunk.
 
-    One chunk of a weight has them: that of its first element.
+    One chunk of a weight has them: the chunk with the first element.
     """
     module, _, kind = chunk.key.rpartition(".")
     leading = len(chunk.whole) - 2

@@ -62,7 +62,7 @@ class Weight:
         return replace(self, megatron=filled(self.megatron), hf=hf, engine=filled(self.engine), layer=layer)
 
     def for_experts(self, num_experts: int) -> "Weight":
-        """Its parts for every expert, if it has parts of experts."""
+        """The weight with the parts of every expert, if there are parts of experts."""
         if "{expert}" not in self.hf[0]:
             return self
         hf = tuple(name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in self.hf)
@@ -214,13 +214,13 @@ def _opt(
 ) -> tuple[Weight, ...]:
     """Weight and bias of a layer of OPT, whose engine calls them as HuggingFace does."""
     return tuple(
-        _layer(f"{megatron}.{kind}", f"{name}.{kind}", *its, stored=stored and stored + kind, at=OPT_LAYERS)
-        for kind, its in (("weight", weight), ("bias", bias))
+        _layer(f"{megatron}.{kind}", f"{name}.{kind}", *cut, stored=stored and stored + kind, at=OPT_LAYERS)
+        for kind, cut in (("weight", weight), ("bias", bias))
     )
 
 
 def _experts_of_glm() -> tuple[Weight, ...]:
-    """Its router is in float32."""
+    """Experts with a router in float32."""
     router, *experts = _experts("mlp", "gate_proj", "up_proj", "down_proj")
     return (replace(router, float32=True), *experts)
 
@@ -237,7 +237,7 @@ MLP_NORM = _layer(
     _hidden,
     stored=NORM_IN_FC1 + "weight",
 )
-ROUTER_NORM = replace(MLP_NORM, stored="")  # not fused: the router reads its output too
+ROUTER_NORM = replace(MLP_NORM, stored="")  # not fused: the router reads the norm's output too
 ATTENTION = (
     INPUT_NORM,
     _qkv_parts("weight", _qkv),
@@ -276,7 +276,7 @@ SHARED_EXPERT = (
 ROUTER_BIAS = replace(
     _layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED, _router_bias), float32=True
 )
-GATE_UP = replace(  # vLLM 0.32.0 runs GLM-4 by its class at transformers, and splits what it finds
+GATE_UP = replace(  # vLLM 0.32.0 runs the class of transformers for GLM-4, and splits this parameter
     _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", Split.GATED, _gate_up), engine_split=ROWS
 )
 DOWN = _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS, _down)
@@ -348,7 +348,7 @@ FUSED_NAMES = {NORM_IN_QKV: "input_layernorm.", NORM_IN_FC1: "pre_mlp_layernorm.
 
 
 def table_of(spec: ModelSpec) -> Table:
-    """Its family's, with what sets single models apart: norms after the residual sums, projected embeddings."""
+    """The family's table, with what sets single models apart: norms after the residual sums, projected embeddings."""
     table = TABLES[spec.family]
     if spec.post_norm:
         assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
@@ -427,7 +427,7 @@ def canonical_name(name: str) -> str:
 def stored_at(weight: Weight) -> tuple[str, int | None]:
     """(key in a torch_dist checkpoint, index along its leading axis of layers); no index where it has no such axis.
 
-    The keys are those that megatron-core 0.16.1 writes for layers that are all alike; of other layers each has its own.
+    The keys are those that megatron-core 0.16.1 writes for layers that are all alike. Other layers have a key each.
     """
     if weight.layer is None:
         return weight.megatron, None

@@ -75,7 +75,7 @@ def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Fac
 def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> SearchRequest:
     """Of the keys that are free, on the ranks that the config gives its roles."""
     reasons, whole = Reasons(), tuple(range(world_size))
-    reasons.of(_check_ranks, config, world_size)
+    reasons.collect(_check_ranks, config, world_size)
     reasons.refuse()
     engine = config.rollout_ranks(world_size) if isinstance(config, ExperimentConfig) else None
     placement = given_placement({name: role.ranks or whole for name, role in config.roles().items()}, engine)

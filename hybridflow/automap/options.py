@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_options import EngineOption, EngineOptions
@@ -47,7 +47,7 @@ from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
 from hybridflow.placement.overlapped_scoring import asks_for
-from hybridflow.placement.placed import PlacedModel
+from hybridflow.placement.placed import PlacedModel, head_of
 
 GIB = 1 << 30
 ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
@@ -202,7 +202,7 @@ class Options:
     ) -> float:
         """Seconds of one rank."""
         profile = self.device.profile
-        model = Model(spec, 1, role.dtype, _head(name), False, self.device)
+        model = Model(spec, 1, role.dtype, head_of(name), False, self.device)
         in_layer = sum(2 * k * n * share for k, n, share in model.matrices)
         at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
         products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
@@ -304,7 +304,7 @@ class Options:
         return isinstance(self.config, ExperimentConfig)
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
-        model = PlacedModel(name, config, self.specs[name], layout, _head(name))
+        model = PlacedModel(name, config, self.specs[name], layout, head_of(name))
         footprints = self._footprints(model)
         rest = tuple(resting(each, config).total for each in footprints)
         scoring, early, updating = self._seconds(model)
@@ -360,10 +360,6 @@ class Options:
                 updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
             self._known_seconds[key] = scoring, early, updating
         return self._known_seconds[key]
-
-
-def _head(name: str) -> Head:
-    return "lm" if name in ("actor", "reference") else "score"
 
 
 def undominated(options: Sequence[RoleOption]) -> list[RoleOption]:

@@ -267,7 +267,7 @@ TABLE: tuple[ChangeRule, ...] = (
 )
 
 
-# of `data.digests.run_digests`; what one side lacks is told by the config
+# of `data.digests.run_digests`; the config's differences report what one side lacks
 CONTENTS: tuple[ChangeRule, ...] = (
     _rule("data.train", REFUSED, NOTICED, "the saved place in the order of prompts means another prompt"),
     _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with earlier values"),

@@ -5,7 +5,7 @@
     for line in found.lines():           # actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)
         recorder.message(line)
 
-A run is resumed where it is, or forked: another run that begins with its weights. A fork may change more. Data,
+A run is resumed where it is, or forked: another run begins with the weights. A fork may change more. Data,
 tokenizer and model configs are compared by content (`content_changes`), so files may move. Pure: trees in, differences
 out.
 """
@@ -37,7 +37,7 @@ from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import config_class
 from hybridflow.config.keys import sections_in
 from hybridflow.config.losses import Importance, with_importance
-from hybridflow.config.old_keys import renamed
+from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError
 from hybridflow.models.optimizer import learning_rate
@@ -100,18 +100,18 @@ class Changes:
 def changes(saved: Tree, now: Tree, *, next_iteration: int, fork: bool = False) -> Changes:
     """Between two resolved configs, as `config.model_dump(mode="json")` gives them or config.yaml has them.
 
-    saved may be of another version: a key that it lacks has its default, and one that nobody knows is shown.
-    next_iteration: the first that the new config is for.
+    saved may be of another version: a missing key has the default, and an unknown key is shown.
+    next_iteration: the first iteration under the new config.
     """
     before, after = flat_config(saved), flat_config(now)
     found: list[Change] = []
-    told: list[str] = []
+    shown: list[str] = []
     for key in [*after, *(key for key in before if key not in after)]:
         old, new = before.get(key, NOT_THERE), after.get(key, NOT_THERE)
-        if old == new or any(key.startswith(f"{above}.") for above in told) or _of_one_algorithm(key, before, after):
+        if old == new or any(key.startswith(f"{up}.") for up in shown) or _of_one_algorithm(key, before, after):
             continue
         rule = rule_of(key)
-        told.append(key)
+        shown.append(key)
         effect, why = _judged(key, rule, before, after, next_iteration=next_iteration, fork=fork)
         found.append(Change(key, old, new, rule, effect, why))
     return Changes(tuple(found), next_iteration, fork)
@@ -122,7 +122,7 @@ def content_changes(
 ) -> Changes:
     """Between the digests, in hex, of what two starts of a run have read; names as `data.digests.run_digests` has them.
 
-    The digest of the config itself is left out: `changes` tells its keys.
+    The digest of the config itself is left out: `changes` names the keys that differ.
     """
     found = []
     for name in saved:
@@ -139,20 +139,10 @@ def rule_of(key: str) -> ChangeRule:
     return max(matching, key=lambda found: found[0].count(".") - found[0].count("*"), default=("", UNKNOWN))[1]
 
 
-def table_rows() -> list[str]:
-    """The table in markdown, a row a rule, for a reader who wants to know what may change."""
-    header = ["| keys | on resume | in a fork | because |", "|---|---|---|---|"]
-    return header + [
-        f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.resume.value} | {rule.fork.value} | "
-        f"{rule.why or 'a choice for the iterations to come'} |"
-        for rule in (*TABLE, *(_content(rule) for rule in CONTENTS))
-    ]
-
-
 def flat_config(tree: Tree) -> dict[str, Any]:
-    """Path -> value of every key of the config, also those that `tree` lacks, and of those that only it has.
+    """Path -> value of every key of the config, also of keys that `tree` lacks, and of keys that only `tree` has.
 
-    A section is there as GIVEN; a list of sections by its indices.
+    A section has the value GIVEN; paths into a list of sections hold indices.
     """
     return dict(_flat(config_class(tree), _as_written_now(tree), ""))
 
@@ -213,12 +203,6 @@ def _difference(change: Change) -> str:
     return f"{change.key}: {change.before} -> {change.after}"
 
 
-def _content(rule: ChangeRule) -> ChangeRule:
-    """As the table names it beside the keys of the config."""
-    of_files = tuple(f"content of {key}" if key.startswith("data.") else key for key in rule.keys)
-    return ChangeRule(of_files, rule.resume, rule.fork, rule.why)
-
-
 def _readable(digest: str) -> str:
     """A version as it is; of other digests the first letters."""
     try:
@@ -245,7 +229,7 @@ def _matches(key: str, pattern: str) -> bool:
 
 def _as_written_now(tree: Tree) -> Tree:
     """With the keys of an earlier version's resolved config where they are now."""
-    tree, _ = renamed(dict(tree), "the checkpoint")
+    tree, _ = with_new_names(dict(tree), "the checkpoint")
     algorithm = tree.get("algorithm")
     if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("policy"), Mapping):
         return tree
@@ -283,7 +267,7 @@ def _flat_section(sections: tuple[type[Section], ...], value: Any, path: str) ->
 
 
 def _section_of(sections: tuple[type[Section], ...], value: Tree) -> type[Section]:
-    """Of several, an algorithm by its name, and a source of data by its keys."""
+    """Among several sections, `name` finds an algorithm, and the keys find a source of data."""
     known = {**ALGORITHMS, **FIXED_ALGORITHMS}
     if len(sections) > 1 and set(sections) <= set(known.values()):
         return known.get(str(value.get("name")), PPO)

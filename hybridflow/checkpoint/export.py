@@ -1,8 +1,8 @@
 """Write a trained model as a HuggingFace directory that transformers and vLLM load.
 
-The ranks of the first replica, and of those that share its experts, send their shards of one weight at a time to the
-first of their pipeline stage, that to the first stage, which writes it to files of at most `MAX_FILE_BYTES`; it never
-holds more than one weight. The directory appears when it is complete.
+The ranks of the first replica, and of replicas that share experts with the first, send one weight's shards at a time.
+The first rank of each pipeline stage receives the shards and sends the weight to the first stage. The first stage holds
+one weight at most, and writes files of at most `MAX_FILE_BYTES`. The directory appears when all files are complete.
 """
 
 import shutil
@@ -46,12 +46,12 @@ def export_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Collective over the world. The weights are those the model holds now, in its dtype and with the head that it has.
+    """Collective over the world. Writes the weights that the model holds now, in the model's dtype and with the head.
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
 
-    One that started without its score head is a *ForSequenceClassification with one label. Errors: SaveError, on every
-    rank, where it cannot be written.
+    A model that started without a score head becomes a *ForSequenceClassification with one label. Errors: SaveError,
+    on every rank, where a file cannot be written.
     """
     grid, spec, head = role.grid, role.spec, role.head
     failure: str | None = None
@@ -119,7 +119,7 @@ def _to_first_stage(parts: Sequence[Tensor], stage: int, grid: Grid) -> None:
 
 def _gather(shard: Tensor, grid: Grid, of: Group) -> list[Tensor]:
     """The shards of one copy of a weight, on the first rank that has one; empty elsewhere."""
-    is_first = grid.layout.place_index(of, grid.at) == 0
+    is_first = grid.layout.place_index(of, grid.own_coordinates) == 0
     shards = [torch.empty_like(shard) for _ in grid.layout.places(of)] if is_first else None
     dist.gather(shard, shards, group=grid.groups.tp if of == "dense" else grid.groups.tp_ep, group_dst=0)
     return shards or []
@@ -151,5 +151,6 @@ def _write_weights(
         write_safetensors(directory / file, inside, arrived)
         total += sum(map(num_bytes, inside.values()))
         report(f"wrote {file} ({total / 1e6:.1f} MB so far)")
-    assert next(arriving, None) is None, "tensors without a file"
+    left = next(arriving, None)
+    assert left is None, f"{left[0]} has no file"
     write_index(directory, plan, total)

@@ -1,6 +1,6 @@
 """What lies in a run's checkpoints/, for a person who looks: nothing is loaded, and torch is not imported.
 
-    inventory = find_checkpoints(Path("runs/math"))     or its checkpoints/, or one of them
+    inventory = find_checkpoints(Path("runs/math"))     or runs/math/checkpoints, or a checkpoint
     entries = [look(step) for step in inventory.steps]
 
 A checkpoint that a running training removes meanwhile is none (`look` gives None).
@@ -47,7 +47,7 @@ class CheckpointFacts:
     forked_from: str | None
     output_dir: str
     name: str
-    load: str  # its checkpoint.load
+    load: str  # the key checkpoint.load
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class ListedCheckpoint:
     step: Path
     num_bytes: int  # on the disk
     written: float | None  # seconds since 1970; None without a manifest, which is written last
-    told: CheckpointFacts | None  # None where state.json cannot be read
+    facts: CheckpointFacts | None  # None where state.json cannot be read
     problems: tuple[str, ...]  # a line a file, which it names
 
     @property
     def iteration(self) -> int | None:
-        """By its name, or where it lies under another by what it says."""
+        """By the directory's name, or by state.json where the directory has another name."""
         match = STEP.fullmatch(self.step.name)
-        return int(match[1]) if match else self.told.iteration if self.told else None
+        return int(match[1]) if match else self.facts.iteration if self.facts else None
 
 
 def find_checkpoints(path: Path) -> CheckpointListing:
-    """Those of a run directory, of its checkpoints/, or the one that `path` is. Errors: CheckpointError without any."""
+    """path: a run directory, a checkpoints/ directory, or a checkpoint. Errors: CheckpointError without checkpoints."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     if (path / MANIFEST).exists() or STEP.fullmatch(path.resolve().name):
@@ -83,21 +83,21 @@ def find_checkpoints(path: Path) -> CheckpointListing:
 
 
 def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: None) -> ListedCheckpoint | None:
-    """What there is of a checkpoint, and what is wrong with it; thorough: every byte is read, which `read` is told.
+    """What a checkpoint holds, and the damage; thorough: reads every byte, and calls `read` with the bytes of a block.
 
-    None where it is gone by the end.
+    None where the checkpoint is gone by the end.
     """
     try:
         problems = damage(step, read_manifest(step).files, thorough=thorough, read=read)
     except CheckpointError as error:
         problems = [str(error)]
-    told = None
+    facts = None
     try:
-        told = _told(step)
+        facts = _facts(step)
     except CheckpointError as error:
         if not any(line.startswith(f"{step / STATE}: ") for line in problems):
             problems.append(str(error))
-    entry = ListedCheckpoint(step, size_of(step), _when(step / MANIFEST), told, tuple(problems))
+    entry = ListedCheckpoint(step, size_of(step), _when(step / MANIFEST), facts, tuple(problems))
     return entry if step.is_dir() else None
 
 
@@ -106,7 +106,7 @@ def size_of(directory: Path) -> int:
     return sum(_size(path) for path in directory.rglob("*"))
 
 
-def _told(step: Path) -> CheckpointFacts:
+def _facts(step: Path) -> CheckpointFacts:
     tree: dict[str, Any] = read_state(step)
     try:
         config = tree["config"]

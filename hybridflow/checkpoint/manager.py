@@ -1,4 +1,4 @@
-"""What a run goes on from, when it saves, and when it ends before its time.
+"""What a run resumes from, when the run saves, and when the run ends early.
 
 checkpoint_manager = CheckpointManager(config, digests, roles.saved(kl), ...)     # loads a checkpoint, if there is one
 run.state = checkpoint_manager.state or run.state
@@ -78,8 +78,8 @@ class CheckpointManager:
         self._iteration_began = self._started
         self._saved_at = self._started  # time.monotonic of the last save, or of the start
         self._metrics: Mapping[str, float] = {}
-        self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
-        self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
+        self._may_lack = True  # whether no message has said that the metric of stop_when is missing
+        self._may_lack_best = config.checkpoint.keep_best > 0  # the same for the metric of keep_best
         self.notes: list[str] = []
         self._may_load_rollout = False  # whether this start generates what the one before did
         self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
@@ -131,14 +131,14 @@ class CheckpointManager:
     def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.
 
-        Errors: Stopped where the run was told to end; SaveError; RecordError where what the iteration leaves behind
-        could not be written, once the run is saved where that is possible.
+        Errors: Stopped after a request to end; SaveError; RecordError where the iteration's records could not be
+        written. A RecordError comes after a save where a save is possible.
         """
         self._metrics = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
         self._longest_iteration = max(self._longest_iteration, now - self._iteration_began)
         self._saver.report = recorder.message
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.check()
             interval = self._config.checkpoint.save_interval
             stops = self._stop.agreed(self._group, also=self._time_is_up() or recorder.failure is not None)
@@ -157,7 +157,7 @@ class CheckpointManager:
     def save_and_stop(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
         """Save `state`, the one before the iteration that was stopped, and end. Errors: Stopped, always."""
         self._saver.report = recorder.message
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._save(state, recorder)
         self._end(state, str(where))
 
@@ -171,18 +171,18 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.wait()
         self._stop.disarm()
 
     def should_stop(self) -> bool:
-        """Whether the run is to end here: told by a signal on any rank, or max_hours are nearly over. Collective."""
+        """Whether the run ends here: any rank has a signal, or max_hours are nearly over. Collective."""
         return self._stop.agreed(self._group, also=self._time_is_up())
 
     def stop_reason(self, metrics: Metrics, recorder: Recorder) -> str | None:
         """Why an iteration with these metrics is the last by `stop_when`; None where it is not. Collective, if given.
 
-        A metric that the first row lacks is told, once: its name may be wrong, or it comes later.
+        A message says once that the first row lacks the metric: the name may be wrong, or the metric comes later.
         """
         stop = self._config.stop_when
         if stop is None:
@@ -192,7 +192,7 @@ class CheckpointManager:
             value = torch.tensor(float(metrics[stop.metric]), dtype=torch.float64)
             first = dist.get_process_group_ranks(self._group)[0]
             dist.broadcast(value, src=first, group=self._group)  # the ranks end together, come what may
-            return stop.told(float(value)) if stop.holds(float(value)) else None
+            return stop.reason(float(value)) if stop.holds(float(value)) else None
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
@@ -206,7 +206,7 @@ class CheckpointManager:
         if stop is None or source is None or source.is_fork or stop.metric not in source.saved.metrics:
             return None
         value = source.saved.metrics[stop.metric]
-        return stop.told(value) if stop.holds(value) else None
+        return stop.reason(value) if stop.holds(value) else None
 
     def pop_save_seconds(self) -> float:
         """Seconds that training waited for saves since the last call, on the slowest rank; counts anew. Collective."""
@@ -264,12 +264,12 @@ class CheckpointManager:
             self._lock.check()
 
     def _end_again(self, restarts: int) -> None:
-        """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""
+        """Errors: Stopped where the ranks of this torchrun ended on request, which torchrun took for a failure."""
         file = self._root / STOPPED
         first = self._platform.rank == 0  # whose word counts, and who removes the file
-        told = torch.tensor(first and restarts > 0 and file.exists() and file.read_text() == parent_process())
-        dist.broadcast(told, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
-        if told:
+        ended = torch.tensor(first and restarts > 0 and file.exists() and file.read_text() == parent_process())
+        dist.broadcast(ended, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
+        if ended:
             raise Stopped("before this restart: it was told to end", saved=True)
         if self._platform.rank == 0 and file.exists():
             file.unlink()
@@ -285,16 +285,16 @@ class CheckpointManager:
             ),
             content_changes(saved.digests, self._digests, next_iteration=state.iteration + 1, fork=source.is_fork),
         ]
-        for its in found:
-            its.refuse()
+        for compared in found:
+            compared.refuse()
         self._may_load_rollout = not source.is_fork and all(
-            change.effect is Effect.FREE for its in found for change in its.found
+            change.effect is Effect.FREE for compared in found for change in compared.found
         )
         restore(source, roles, self._group)
         how = "a fork of" if source.is_fork else "resumes from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
-        self.notes += [line for its in found for line in its.lines()]
-        if source.is_fork:  # its prompts may be others, and the numbers of a surplus mean those of before
+        self.notes += [line for compared in found for line in compared.lines()]
+        if source.is_fork:  # a fork may have other prompts, and a surplus has numbers of the old prompts
             state = replace(state, surplus=None)
         if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
             return replace(state, kl_coef=config.algorithm.kl.coef)
@@ -310,7 +310,7 @@ class CheckpointManager:
         return bool(over)
 
     def _check_best(self, recorder: Recorder) -> None:
-        """Tell once that a checkpoint lacks the metric which the best ones are kept by: its name may be wrong."""
+        """Report once that a checkpoint lacks best_metric: the name of the metric may be wrong."""
         metric, metrics = self._config.checkpoint.best_metric, self._metrics
         evaluated = any(name.startswith("eval/") for name in metrics)
         if not self._may_lack_best or not metrics or (metric.startswith("eval/") and not evaluated):
@@ -329,7 +329,7 @@ class CheckpointManager:
             check_progress(self._config.run_dir, iteration, restarts=restarts, limit=limit)
 
     def _time_is_up(self) -> bool:
-        """Another iteration, its save and one more could not end in time."""
+        """Whether another iteration, a save and one more iteration could not end in time."""
         hours = self._config.checkpoint.max_hours
         if hours is None:
             return False
@@ -337,7 +337,7 @@ class CheckpointManager:
         return time.monotonic() - self._started + needed > 3600 * hours
 
     def _save(self, state: RunState, recorder: Recorder) -> None:
-        """The run as it is, unless that is saved. A checkpoint comes after the rows of its iterations."""
+        """Save the run, unless this state is saved. A checkpoint comes after the rows of all iterations in the run."""
         if not self._saves:
             return
         self._check_best(recorder)
@@ -366,7 +366,7 @@ class CheckpointManager:
         return f"the run is saved after iteration {state.iteration} ({saved}), and the same command resumes"
 
     def _end(self, state: RunState, where: str) -> NoReturn:
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.wait()
         self._stop.disarm()
         why = self._stop.requested or "another rank was told, or checkpoint.max_hours are nearly over"

@@ -6,8 +6,8 @@
 
 checkpoint.load   auto    the newest intact checkpoint of the run directory, if it has any
                   none    nothing; where torchrun has restarted the ranks as auto, or they would start anew for ever
-                  PATH    a checkpoint, or a run directory's newest: a fork, with a run directory of its own. Once that
-                          has a checkpoint it is gone on from, so that a fork survives restarts as any run does
+                  PATH    a checkpoint, or a run directory's newest: a fork, with a new run directory. Once the fork's
+                          directory has a checkpoint, the fork resumes from there, and survives restarts as any run does
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class ResumeSource:
 def find_source(config: RunConfig, *, restarts: int, group: dist.ProcessGroup) -> ResumeSource | None:
     """The newest intact checkpoint of where `checkpoint.load` points; None where there is none to go on from.
 
-    Every rank reads its share of the files, all of them are checked. Collective. Errors: CheckpointError where there
-    are checkpoints and none is intact, ConfigError for a path without any.
+    Each rank reads a share of the files, and all files are checked. Collective. Errors: CheckpointError where there
+    are checkpoints and none is intact, ConfigError for a path without checkpoints.
     """
     found: list[tuple[list[Path], bool] | str | None] = [None]
     if group.rank() == 0:
@@ -124,8 +124,8 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
         return
     count = 1
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or damaged: count anew
-        told = json.loads(file.read_text())
-        count = told["count"] + 1 if told["iteration"] == iteration else 1
+        last = json.loads(file.read_text())
+        count = last["count"] + 1 if last["iteration"] == iteration else 1
     if count > limit:
         raise CheckpointError(
             f"{limit} restarts in a row began after iteration {iteration}, and none came to a later checkpoint: "

@@ -1,12 +1,12 @@
-"""A role as a torch_dist checkpoint of megatron-core: its weights and, of one that is trained, its optimizer.
+"""A role as a torch_dist checkpoint of megatron-core: the weights and, for a trained role, the optimizer.
 
 The tensors are written and read by boxes of the whole parameters. So any layout reads what any other wrote, without a
-gather on either side. Each rank writes its own file, when and where the caller wants, and reads only what it needs.
-megatron's `save` and `load` are not called: 0.19.2 writes by a strategy of its own, whichever it is given.
+gather on either side. Each rank writes one file, when and where the caller wants, and reads only the needed bytes.
+megatron's `save` and `load` are not called: 0.19.2 ignores a given strategy and writes by a built-in one.
 Of what several ranks hold alike, data-parallel replicas share the writing.
 
     decoder.layers.mlp.linear_fc1.weight                              as tools.convert writes and reads it
-    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      one for each name of `optimizer_state.state_names`
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      one for each of `OwnedState.tensors`
     optimizer.num_steps
 """
 
@@ -68,9 +68,9 @@ def prepare_save(role: SavedRole, directory: Path) -> ToWrite:
 
 
 def finish_save(directory: Path, records: Iterable[ChunkRecord]) -> None:
-    """On one rank, once every rank has written its records: what says where they lie, and of what kind this is.
+    """On one rank, after every rank has written: write the metadata with all records and the kind of checkpoint.
 
-    Errors: ValueError unless they cover every tensor once.
+    Errors: ValueError unless the records cover every tensor once.
     """
     write_metadata(directory, records)
     save_config(CheckpointingConfig(BACKEND, 1), str(directory))
@@ -155,7 +155,7 @@ def _dealt(weights: list[tuple[Weight, nn.Parameter]], grid: Grid) -> set[int]:
     found: set[int] = set()
     for group in GROUPS:
         numbers = [i for i, (weight, _) in enumerate(weights) if weight.group == group]
-        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.at)
+        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.own_coordinates)
         found |= {numbers[i] for i in balanced_partition([weights[i][1].numel() for i in numbers], copies)[copy]}
     return found
 

@@ -1,11 +1,11 @@
 """Where a rank's share of a weight lies in the tensor that a checkpoint stores: boxes, as few as can be. Pure.
 
-A rank holds some rows and columns of a weight (`architecture.shards`), row after row in its memory, and its optimizer
+A rank holds some rows and columns of a weight (`architecture.shards`), row after row in memory. The rank's optimizer
 steps a run of these elements: with ZeRO-1 a run that begins and ends anywhere. A run of a matrix is at most three boxes
-where its rows are neighbours in the whole: the end of a row, whole rows, the beginning of a row. Whole experts are one
-box for each run of rows that a rank holds of all of them, however many experts there are.
+where the run's rows are neighbours in the whole: the end of a row, whole rows, the beginning of a row. Whole experts
+are one box for each run of rows that a rank holds of all experts, however many experts there are.
 
-    stored    (layers, experts, rows, columns), without those that the weight does not have; its vocabulary is padded
+    stored    (layers, experts, rows, columns), without dimensions that the weight lacks; the vocabulary is padded
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from hybridflow.parallel.layout import Place
 
 
 class ShareChunk(NamedTuple):
-    """A view of a rank's flattened share, and the box of the stored tensor that its elements are."""
+    """A view of a rank's flattened share, and the box of the stored tensor that holds the view's elements."""
 
     start: int
     shape: Shape  # (experts, rows, columns), without those that the weight does not have
     strides: Shape  # in the share: where a rank holds only some rows of an expert, other rows lie between two experts'
-    offset: Shape  # in the stored tensor; its layers have no counterpart in `shape`
+    offset: Shape  # in the stored tensor, whose layers have no counterpart in `shape`
 
 
 def stored_shape(weight: Weight, spec: ModelSpec) -> Shape:

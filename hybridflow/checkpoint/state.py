@@ -27,7 +27,7 @@ SURPLUS, PROMPTS = "surplus.safetensors", "prompts"
 
 @dataclass(frozen=True, eq=False)
 class Surplus:
-    """Groups of responses that an iteration has generated beyond its batch: of the next one the first.
+    """Groups of responses beyond the batch of an iteration: the first groups of the next iteration.
 
     prompts: numbers in the data set, one a group. tensors: a rollout's, raw_scores, and their parts.
     """

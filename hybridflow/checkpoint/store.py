@@ -8,8 +8,8 @@
         actor/ critic/                   torch_dist checkpoints (`sharded`) with config.json and tokenizer
     checkpoints/.step_000013.partial/    being written, or left by a run that ended there
 
-A directory gets its name by one rename, after all in it is on the disk; then `latest` is replaced. What a crash leaves
-between any two of these is the one before, or the new one.
+One rename names a directory after all files of the directory are on the disk; then `latest` is replaced. A crash
+between any two steps leaves the checkpoint before, or the new one.
 """
 
 import json
@@ -71,7 +71,7 @@ def publish(root: Path, iteration: int, partial: Path, sums: Mapping[str, FileSu
     """Make the directory that `begin` gave the checkpoint of `iteration`, once everything is in it.
 
     sums: of files, by path below `partial`, that are on the disk already; the others are read and synced here.
-    Errors: CheckpointError where one of `sums` is not there as its writer told, who may be another host.
+    Errors: CheckpointError where a file differs from the sum that the writer, perhaps another host, has reported.
     """
     lacking = damage(partial, sums, thorough=False)
     if lacking:
@@ -102,7 +102,7 @@ def point_to(root: Path, name: str) -> None:
 
 
 def remove(root: Path, iteration: int) -> None:
-    """A checkpoint that is half removed has not its name any more."""
+    """Rename the checkpoint first: one that is half removed has no name of a checkpoint any more."""
     old = root / f".{step_name(iteration)}.old"
     (root / step_name(iteration)).rename(old)
     shutil.rmtree(old)
@@ -137,12 +137,12 @@ def read_manifest(step: Path) -> Manifest:
     """Errors: CheckpointError where it is missing or damaged."""
     file = step / MANIFEST
     tree = _read_json(file)
-    told = tree.pop("crc32", None)
-    if told != zlib.crc32(_canonical(tree)):
-        raise CheckpointError(f"{file}: is damaged: its own checksum is not {told}")
+    written = tree.pop("crc32", None)
+    if written != zlib.crc32(_canonical(tree)):
+        raise CheckpointError(f"{file}: is damaged: its own checksum is not {written}")
     if tree["format"] != FORMAT:
         raise CheckpointError(f"{file}: format = {tree['format']} is not supported, must be {FORMAT}")
-    return Manifest(tree["iteration"], {name: FileSum(**its) for name, its in tree["files"].items()})
+    return Manifest(tree["iteration"], {name: FileSum(**fields) for name, fields in tree["files"].items()})
 
 
 def read_state(step: Path) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def read_state(step: Path) -> dict[str, Any]:
 def damage(
     step: Path, files: Mapping[str, FileSum], *, thorough: bool = True, read: Read = lambda num_bytes: None
 ) -> list[str]:
-    """What is wrong with these files, a line each; thorough: every byte is read, else the size is looked at.
+    """What is wrong with these files, a line each; thorough: every byte is read, else the sizes are compared.
 
-    read: told the bytes of each block that was.
+    read: called with the number of bytes of each block that was read.
     """
     lines = []
     for name, expected in files.items():
@@ -176,7 +176,7 @@ def damage(
 
 
 def _write_manifest(directory: Path, iteration: int, files: Mapping[str, FileSum]) -> None:
-    tree = {"format": FORMAT, "iteration": iteration, "files": {name: asdict(its) for name, its in files.items()}}
+    tree = {"format": FORMAT, "iteration": iteration, "files": {name: asdict(sums) for name, sums in files.items()}}
     file = directory / MANIFEST
     file.write_text(json.dumps(tree | {"crc32": zlib.crc32(_canonical(tree))}, indent=1) + "\n")
     sync(file)

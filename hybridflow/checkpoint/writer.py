@@ -4,9 +4,9 @@
     saver.check()           whether a save in the background is over; raises what went wrong with it, on every rank
     saver.wait()            until it is over
 
-Each rank writes a file of its own for each role and tells so through the store; rank 0, when all have told, adds what
-describes the whole and gives the directory its name (`store.publish`). With `async_save` that is a thread's work, and
-the tensors are copied to host memory first, where their copies stay for the next time.
+Each rank writes one file for each role and reports the file through the store. After all reports rank 0 adds the
+description of the whole and names the directory (`store.publish`). With `async_save` a thread does this work. The
+tensors are copied to host memory first, and the memory of the copies stays for the next save.
 """
 
 import json
@@ -85,7 +85,7 @@ class CheckpointWriter:
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
         self._platform, self._group, self._store, self.report = platform, group, store, report
-        self._check_lock = check_lock  # on rank 0, before a checkpoint gets its name
+        self._check_lock = check_lock  # on rank 0, before a checkpoint is named
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
         self._waiting: SimpleQueue[_Save] | None = None  # for the thread that writes, once there is one
@@ -194,7 +194,7 @@ class CheckpointWriter:
             self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=pinned) for chunk in chunks]
         for chunk, copy in zip(chunks, self._copies, strict=True):
             for source, target in _in_runs(chunk.read(), copy):
-                if source.device.type == "cpu":  # memcpy: torch's own copy runs at 0.6 of its rate on one thread
+                if source.device.type == "cpu":  # torch's own copy runs at 0.6 of memcpy's rate on one thread
                     memory_of(target)[:] = memory_of(source)
                 else:
                     target.copy_(source, non_blocking=True)
@@ -233,7 +233,7 @@ class CheckpointWriter:
     # ---- in the background, if there is one
 
     def _in_background(self, save: _Save) -> None:
-        """One thread for all saves: glibc gives each a heap of its own, which it keeps when the thread ends."""
+        """One thread for all saves: glibc gives each thread a heap, and keeps the heap when the thread ends."""
         if self._waiting is None:
             self._waiting = SimpleQueue()
             threading.Thread(target=self._serve, args=(self._waiting,), name="hybridflow save", daemon=True).start()
@@ -327,13 +327,13 @@ def _tried(work: Callable[[], None], where: Path) -> str | None:
         return str(error)
     except OSError as error:
         return f"{error.filename or where}: {error.strerror or error}"
-    except Exception as error:  # told on all ranks as an error of the run
+    except Exception as error:  # becomes an error of the run on all ranks
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _in_runs(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same elements in pairs that are contiguous: a device copies others through memory of its own."""
+    """Contiguous pairs of the same elements: a device copies other elements through extra memory on the device."""
     if source.is_contiguous():
         yield source, target
         return

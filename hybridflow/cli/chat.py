@@ -3,7 +3,7 @@
     hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
 
-With a chat template the model sees the whole conversation. Without a chat template each line is a prompt of its own.
+With a chat template the model sees the whole conversation. Without a chat template each line is a prompt.
 The keys data.chat_template and data.chat_template_kwargs of a run hold as in training. At temperature 0, the default,
 the likeliest token is taken. Responses end at the same tokens as in training.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError, UserError
 
@@ -33,9 +33,7 @@ Message = dict[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.cli.chat"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.cli.chat", __doc__)
     parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, or a model's")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this text and end")
     parser.add_argument(

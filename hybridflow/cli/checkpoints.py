@@ -2,12 +2,11 @@
 
     hybridflow checkpoints runs/math [--verify] [--metric NAME ...]
 
-DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the command compares the size of every
-file with the checkpoint's manifest. With --verify it reads every byte. The exit status is 0 if all checkpoints are
-intact, and 1 if one is damaged or there is none.
+DIR is a run's directory, the checkpoints/ in there, or one checkpoint. Without --verify the command compares the size
+of every file with the checkpoint's manifest. With --verify the command reads every byte. The exit status is 0 if all
+checkpoints are intact, and 1 if one is damaged or there is none.
 """
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from hybridflow.checkpoint.listing import (
     size_of,
 )
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.errors import UserError
 from hybridflow.formats.file_sum import Read
 
@@ -40,12 +39,8 @@ WIDTH = 112  # columns of a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.checkpoints"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints/, or one checkpoint")
+    parser = argument_parser("hybridflow.checkpoints", __doc__)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a run, a checkpoints/, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte")
     parser.add_argument(
         "--metric", action="append", metavar="NAME", help="show this metric; may be given several times"
@@ -89,7 +84,7 @@ def _columns(chosen: Sequence[str] | None, entries: Sequence[ListedCheckpoint]) 
 
 
 def _has(entries: Sequence[ListedCheckpoint], metric: str) -> bool:
-    return any(entry.told is not None and metric in entry.told.metrics for entry in entries)
+    return any(entry.facts is not None and metric in entry.facts.metrics for entry in entries)
 
 
 def _table(
@@ -122,7 +117,7 @@ def _date(entry: ListedCheckpoint) -> str:
 
 
 def _metric(entry: ListedCheckpoint, name: str) -> str:
-    known = entry.told.metrics if entry.told is not None else {}
+    known = entry.facts.metrics if entry.facts is not None else {}
     return f"{known[name]:.4g}" if name in known else "-"
 
 
@@ -142,7 +137,7 @@ def _notes(inventory: CheckpointListing, entries: Sequence[ListedCheckpoint], ch
     yield from _forks(entries)
     for metric in chosen:
         if not _has(entries, metric):
-            known = sorted({name for entry in entries if entry.told for name in entry.told.metrics})
+            known = sorted({name for entry in entries if entry.facts for name in entry.facts.metrics})
             yield f"no checkpoint has the metric {metric}; there are: {', '.join(known) or 'none'}"
     intact = [entry for entry in entries if not entry.problems]
     if intact:
@@ -154,28 +149,28 @@ def _forks(entries: Sequence[ListedCheckpoint]) -> Iterator[str]:
     """Where the run began: one line for all of one origin."""
     origins: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.told is not None and entry.told.forked_from is not None:
-            origins.setdefault(entry.told.forked_from, []).append(str(entry.iteration))
+        if entry.facts is not None and entry.facts.forked_from is not None:
+            origins.setdefault(entry.facts.forked_from, []).append(str(entry.iteration))
     for origin, iterations in origins.items():
         yield f"forked from {origin}: {', '.join(iterations)}"
 
 
 def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
     """What to do with the newest intact checkpoint, which is the one that a run goes on from."""
-    assert entry.told is not None, f"{entry.step} is intact"
+    assert entry.facts is not None, f"{entry.step} is intact"
     train = f"torchrun --nproc-per-node N -m hybridflow.train {_quoted(entry.step / CONFIG)}"
     if goes_on and entry.step.resolve().parent.name == CHECKPOINTS:
-        keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.told)))
+        keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.facts)))
         yield f"resume from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
     yield f"fork {entry.iteration}: {train} {_quoted(f'checkpoint.load={entry.step}')} name=NEW"
     yield f"convert {entry.iteration}: hybridflow convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
 
 
-def _keys(run_dir: Path, told: CheckpointFacts) -> Iterator[str]:
+def _keys(run_dir: Path, facts: CheckpointFacts) -> Iterator[str]:
     """What the saved config needs to mean this run: a directory may have been moved."""
-    if (Path(told.output_dir) / told.name).resolve() != run_dir:
+    if (Path(facts.output_dir) / facts.name).resolve() != run_dir:
         yield from (f"output_dir={run_dir.parent}", f"name={run_dir.name}")
-    if told.load == "none":
+    if facts.load == "none":
         yield "checkpoint.load=auto"
 
 

@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 
+def argument_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """description: the docstring of the command's module."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=program(module), description=description, formatter_class=raw)
+
+
 def program(module: str) -> str:
     """As a person typed it: `hybridflow plan`, `hybridflow-plan`, or else `python -m hybridflow.plan`."""
     started = Path(sys.argv[0]).name
@@ -15,7 +21,7 @@ def program(module: str) -> str:
 
 
 def as_typed() -> str:
-    """`hybridflow` where a shell finds this environment's, else its path, else `python -m hybridflow`: to be copied."""
+    """`hybridflow` where a shell finds this environment's script, else the path, else `python -m hybridflow`."""
     script = Path(sys.executable).with_name("hybridflow")
     found = shutil.which("hybridflow")
     if found is not None and Path(found).parent == script.parent:

@@ -2,10 +2,10 @@
 
     hybridflow config init                             names of starter configs
     hybridflow config init grpo > mine.yaml            a whole config; CHANGE marks the values to replace
-    hybridflow config show mine.yaml [key=value ...]   every key with its value, base and defaults included
+    hybridflow config show mine.yaml [key=value ...]   every key with the value, base and defaults included
     hybridflow config keys [reward.models]             keys with type, default and description
     hybridflow config schema                           JSON schema of config files, for editors
-    hybridflow config diff a.yaml b.yaml               keys that differ, each file with its base and defaults
+    hybridflow config diff a.yaml b.yaml               keys that differ, base and defaults included
 
 The command reads no model and starts no run. The exit status is 1 if a config or a key is wrong.
 """
@@ -15,11 +15,11 @@ import os
 import sys
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config.files import as_yaml
 from hybridflow.config.json_schema import schema_text
 from hybridflow.config.key_list import entries
-from hybridflow.config.resolved import differences, resolved
+from hybridflow.config.resolved import differences, resolved_tree
 from hybridflow.config.starters import starter_text, starters, title
 from hybridflow.errors import UserError
 
@@ -31,22 +31,18 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print_error(error, "hybridflow config")
         return 1
-    except BrokenPipeError:  # `| head` has read enough; Python would tell so at its end
+    except BrokenPipeError:  # `| head` has read enough; Python would print the error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.cli.config"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("hybridflow.cli.config", __doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     init = commands.add_parser("init", help="print a starter config; without NAME, the names")
     init.add_argument("name", nargs="?", metavar="NAME", help="such as ppo, grpo, sft or dpo")
-    show = commands.add_parser("show", help="print a config with its base and all defaults")
+    show = commands.add_parser("show", help="print a config with base and all defaults")
     show.add_argument("config", metavar="CONFIG", help="a YAML file")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the config")
     keys = commands.add_parser("keys", help="list keys with type, default and description")
@@ -66,7 +62,7 @@ def _output(options: argparse.Namespace) -> str:
         case "init":
             return _starter(options.name)
         case "show":
-            tree, notes = resolved(options.config, options.overrides)
+            tree, notes = resolved_tree(options.config, options.overrides)
             for note in notes:
                 print(f"hybridflow config: {note}", file=sys.stderr)
             return as_yaml(tree)

@@ -11,12 +11,11 @@ tokens that are trained on. For a run that generates, the command shows the prom
 would not begin.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree, read_value
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import parse_prompts
@@ -26,9 +25,7 @@ from hybridflow.errors import ConfigError, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.data"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.data", __doc__)
     parser.add_argument(
         "file",
         metavar="FILE",
@@ -55,7 +52,7 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
         raise ConfigError(f"FILE: {error}") from error
     # torch loads for seconds: a wrong argument fails before
     from hybridflow.data.sources import fetch, open_files
-    from hybridflow.data.view import columns, seen_by
+    from hybridflow.data.view import columns, data_lines
 
     fetch(files, "FILE")
     opened = open_files(files, "FILE")
@@ -66,4 +63,4 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
         given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
         fetch_models(given, weights=False)
         tree = with_neutral(given)
-        yield from seen_by(config_class(tree).from_tree(tree, config))
+        yield from data_lines(config_class(tree).from_tree(tree, config))

@@ -6,7 +6,6 @@ The last lines say whether hybridflow is ready to run, and otherwise what is mis
 key or password in their names are left out. The exit status is 1 if a package that a run needs does not import.
 """
 
-import argparse
 import os
 import platform
 import subprocess
@@ -17,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import argument_parser
 from hybridflow.inspection import imports
 from hybridflow.parallel.versions import SOURCE, installed_set, source_commit
 
@@ -48,9 +47,7 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.cli.env"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.cli.env", __doc__)
     parser.add_argument("--version", action="version", version=__version__)
     parser.parse_args(arguments)
     packages = _packages()
@@ -170,7 +167,7 @@ def _table(title: str, values: Mapping[str, str]) -> list[str]:
 
 
 def _tried(name: str) -> tuple[bool, str]:
-    """(whether it failed, what came of it), in a process of its own: a broken package may end it. name: of IMPORTS."""
+    """(whether the import failed, the result), in a new process: a broken package may end it. name: of IMPORTS."""
     command = [sys.executable, "-P", imports.__file__, name]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:

@@ -1,4 +1,4 @@
-"""What a config names and this machine lacks, as far as can be told of a config that does not hold: torch stays out."""
+"""Files that an invalid config names and this machine lacks, as far as the config shows them; without torch."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.fixed_data import AnyConfig, config_class
-from hybridflow.config.hub import cached
+from hybridflow.config.hub import cached_directory
 from hybridflow.errors import ConfigError, Reasons
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
 
 def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
-    """The config of a tree. Errors: ConfigError with all that is wrong with its keys, and with files that it names."""
+    """The config of a tree. Errors: ConfigError with every wrong key, and with every named file that is missing."""
     reasons = Reasons()
     try:
         return config_class(tree).from_tree(tree, source)
@@ -23,13 +23,13 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
     from hybridflow.rewards.probe import described
 
     for key, model in _models(tree):
-        if not Path(cached(model)).expanduser().exists():
+        if not Path(cached_directory(model)).expanduser().exists():
             reasons.lines.append(f"{key}.model = {model}: no such directory")
     for name in ("train", "heldout"):
         file = _section(tree, "data").get(name)
         if isinstance(file, str):
-            reasons.of(data_files, os.path.expanduser(file), f"data.{name}")
-    reasons.of(described, [(function, {}) for function in _functions(tree)])
+            reasons.collect(data_files, os.path.expanduser(file), f"data.{name}")
+    reasons.collect(described, [(function, {}) for function in _functions(tree)])
     reasons.refuse()
     raise AssertionError("there was a reason")
 
@@ -42,7 +42,7 @@ def _models(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _functions(tree: Mapping[str, Any]) -> list[str]:
-    """Those whose arguments are not given: what is wrong with these is told once the keys are right."""
+    """Functions without arguments: mistakes in arguments are reported once the keys are right."""
     listed = _section(tree, "reward").get("functions")
     found = [one.get("function") for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     return [function for function in found if isinstance(function, str)]

@@ -2,14 +2,13 @@
 
     torchrun --nproc-per-node 8 -m hybridflow.health [CONFIG] [section.key=value ...] [--json FILE]
 
-Start the check as `hybridflow.train`: on all hosts, with as many ranks. One process without torchrun checks its own
+Start the check as `hybridflow.train`: on all hosts, with as many ranks. One process without torchrun checks this
 host. With CONFIG each host also checks that it can read the models, prompts and functions of CONFIG. Rank 0 then checks
 that the run fits the ranks and their memory. The check builds no model and reads no weights. The exit status is 1 if a
 line fails. A warning is no failure. Each line that is not ok names a remedy. docs/guides/cluster/health.md explains all
 lines.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.parallel.process_exit import leave, still_busy
@@ -35,9 +34,7 @@ LOST = "the health check has lost the store of the run, or rank 0"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.health"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.health", __doc__)
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; with - to stdout, without the table")

@@ -1,6 +1,6 @@
 """The one command:
 
-hybridflow COMMAND ...               each command has its own --help
+hybridflow COMMAND ...               every command has --help
 hybridflow CONFIG.yaml ...           the same as `hybridflow train CONFIG.yaml ...`
 """
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from hybridflow import __version__
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
-from hybridflow.cli.command import positive, print_error, program
+from hybridflow.cli.command import argument_parser, positive, print_error
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
@@ -50,9 +50,7 @@ DOES_NOT_FIT = 3  # exit status; 2 is argparse's
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.plan", __doc__)
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     size = parser.add_mutually_exclusive_group()

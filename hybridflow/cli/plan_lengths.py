@@ -12,7 +12,7 @@ Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig, ExperimentConfig | Fix
 
 
 def with_lengths(config: Kind, response_tokens: int | None) -> Kind:
-    """The config with this mean of its responses, by which the KV cache goes. Errors: ConfigError above the longest."""
+    """The config with this mean response length, which sizes the KV cache. Errors: ConfigError above the longest."""
     if response_tokens is None or isinstance(config, FixedDataConfig):
         return config
     _check(response_tokens, config.sampling.max_response_length)

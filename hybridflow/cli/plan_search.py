@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
 GIB = 1 << 30
-TOLD = ("actor", "critic", "reward_model", "engine")  # columns of the table, those that there are
-OF_OTHERS = ("actor", "reward_model", "engine")  # that are told of other clusters
+SHOWN_ROLES = ("actor", "critic", "reward_model", "engine")  # columns of the table, for the roles of the run
+OF_OTHERS = ("actor", "reward_model", "engine")  # columns of the table for other clusters
 STAGES = ("generation", "scoring", "updates")
 
 
@@ -103,7 +103,7 @@ def _plans_table(found: "Found") -> Table:
     from hybridflow.automap.explained import groups, summary
 
     table = Table(title="The fastest that fit, by the model of time", title_justify="left")
-    roles = [name for name in TOLD if name in summary(found.plans[0])]
+    roles = [name for name in SHOWN_ROLES if name in summary(found.plans[0])]
     for column in ("", "s", "tokens/s/GPU", "GiB", "placement", *roles):
         right = column in ("", "s", "tokens/s/GPU", "GiB")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)

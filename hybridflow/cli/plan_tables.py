@@ -123,7 +123,7 @@ FIXED_MEMORY_NOTES = (
 
 def _memory_table(plan: "Report") -> Table:
     columns = ("moment", "role", "rank", *(name.replace("_", " ") for name in MEMORY_COLUMNS))
-    table = _table("Memory per GPU, GiB", columns, num_left=2)
+    table = _table("Memory per rank, GiB", columns, num_left=2)
     for moment, report in plan["memory"].items():
         for name, row in report["roles"].items():
             table.add_row(moment, name, str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))

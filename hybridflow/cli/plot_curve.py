@@ -5,7 +5,6 @@
 Needs no plotting library.
 """
 
-import argparse
 import csv
 import itertools
 import sys
@@ -13,12 +12,12 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
 LINE, CHARACTER, MARGIN = 16, 7, 8  # the height of a name, the width of a letter at most, around all of them
-COLORS = (  # told apart by eyes that see red and green alike, as far as fourteen can be
+COLORS = (  # as distinct as fourteen colours can be for eyes that see red and green alike
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#000000", "#aa8800", "#005f73", "#7cb518"),
 )
@@ -26,9 +25,7 @@ Curve = list[tuple[float, float]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.plot_curve"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("tools.plot_curve", __doc__)
     parser.add_argument("target", type=Path, metavar="SVG", help="the file to write")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
     parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.csv (default eval/accuracy)")

@@ -11,7 +11,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
@@ -38,30 +38,30 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> N
     output: also whether the run directory can be written.
     """
     reasons = Reasons()
-    reasons.of(place_either, config, world_size)
+    reasons.collect(place_either, config, world_size)
     if isinstance(config, ExperimentConfig) and not reasons.lines:
-        reasons.of(check_heads, config)
+        reasons.collect(check_heads, config)
     note_missing(config, reasons)
     if output:
-        reasons.of(check_output_dir, config)
+        reasons.collect(check_output_dir, config)
     reasons.refuse()
 
 
 def note_missing(config: AnyConfig, reasons: Reasons) -> None:
     """Note what the config names and this machine lacks, beside models' sizes."""
     if not reasons.lines:  # of a model that cannot be read nothing new is said
-        reasons.of(check_tokenizers, config)
+        reasons.collect(check_tokenizers, config)
     for key, files in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
         if files is not None:
-            reasons.of(_check_rows, key, files, config)
+            reasons.collect(_check_rows, key, files, config)
     if isinstance(config, ExperimentConfig):
-        reasons.of(pool_specs, config)
+        reasons.collect(pool_specs, config)
         if config.data.environment is not None:
             from hybridflow.data.environment import check_environment  # it loads transformers, for seconds
 
-            reasons.of(check_environment, config)
+            reasons.collect(check_environment, config)
         if isinstance(config.algorithm, Custom):
-            reasons.of(load_function, config.algorithm.flow, "algorithm.flow")
+            reasons.collect(load_function, config.algorithm.flow, "algorithm.flow")
 
 
 def missing_here(config: AnyConfig) -> list[str]:
@@ -101,7 +101,7 @@ def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
 def _check_columns(row: Row, config: AnyConfig) -> None:
     if row.problem is not None:
         raise row.problem
-    fields = named(row, config.data.columns).fields
+    fields = rename_fields(row, config.data.columns).fields
     if isinstance(config, FixedDataConfig):
         ways = FIELDS[config.algorithm.kind]
         if any(set(way) <= fields.keys() for way in ways):

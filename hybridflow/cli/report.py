@@ -7,18 +7,15 @@ the file. The command replaces an existing file. A long run is drawn as means wi
 The exit status is 0, or 1 after an error message.
 """
 
-import argparse
 from pathlib import Path
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.errors import RunDirError, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.report", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="directories of runs")
     parser.add_argument(
         "--output",

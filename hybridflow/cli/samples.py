@@ -2,12 +2,11 @@
 
     hybridflow samples runs/math [--iteration N] [--number K] [--seed S]
 
-RUN is a run's directory or its samples.jsonl. The file holds metrics.num_samples responses of each iteration. Without
---iteration the command shows the last iteration. --seed chooses the others. What an environment has written stands
-within marks. The exit status is 1 if there is nothing to show.
+RUN is a run's directory or the samples.jsonl in there. The file holds metrics.num_samples responses of each iteration.
+Without --iteration the command shows the last iteration. --seed chooses the others. What an environment has written
+stands within marks. The exit status is 1 if there is nothing to show.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,7 +20,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.data.rows import shown
 from hybridflow.errors import DataError, UserError
 from hybridflow.recording.marked_turns import Turn, marked
@@ -46,11 +45,7 @@ class ShownSample:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.samples"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("hybridflow.samples", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, or a samples.jsonl")
     parser.add_argument("--iteration", type=int, metavar="N", help="the iteration to show (default: the last)")
     parser.add_argument(
@@ -107,7 +102,7 @@ def of_iteration(samples: Sequence[ShownSample], iteration: int | None, run: Pat
 
 
 def chosen(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
-    """So many of the best, worst and other ones at most, each with its kind and shown once. Without scores: others.
+    """At most `number` samples of each kind: best, worst, other. A sample appears once. Without scores all are other.
 
     Of equal scores the first of the file comes first. No more than a quarter, or one, is called best, or worst.
     """

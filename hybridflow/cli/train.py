@@ -29,7 +29,7 @@ A run writes into OUTPUT_DIR/NAME (runs/NAME). A run that starts anew moves an e
 
 --replay DIR trains on the dumped batches of another run and generates nothing. DIR is the directory of the other run,
 or one of its batch files. --rollout-only generates and scores responses, dumps the batches, and trains nothing. Both
-write into a directory of their own, NAME-replay or NAME-rollout, without hf/.
+write into a new directory, NAME-replay or NAME-rollout, without hf/.
 
 A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
 command resumes the run after any end. SIGTERM, SIGUSR1 and SIGHUP make the run save and end. The exit statuses
@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
-from hybridflow.cli.command import as_typed, error_text, positive, program
+from hybridflow.cli.command import argument_parser, as_typed, error_text, positive
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
             return status
         _train(options)
     except Stopped as stopped:
-        _end_as_told(stopped)
+        _end_stopped(stopped)
     except Exception as error:  # the boundary of the process: one rank reports, all end
         try:
             _report(error, debug=options.debug)
@@ -98,9 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.train", __doc__)
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument(
@@ -174,7 +172,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         debug=options.debug,
     )
     if end.message is not None:
-        print(end.message if end.told else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
+        print(end.message if end.by_rank else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
     return end.status
 
 
@@ -265,7 +263,7 @@ def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
         raise
     except Exception as error:
         log_error(error)
-        watchdog.failed(error)  # does not return where another rank's end is the cause
+        watchdog.note_failure(error)  # does not return where another rank's end is the cause
         raise
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
@@ -333,7 +331,7 @@ def _report(error: Exception, *, debug: bool) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _end_as_told(stopped: Stopped) -> NoReturn:
+def _end_stopped(stopped: Stopped) -> NoReturn:
     from hybridflow.parallel.torchrun import torchrun_rank
 
     if torchrun_rank()[0] == 0:

@@ -1,4 +1,4 @@
-"""The config of a run: its sections, YAML files, and what is wrong with them."""
+"""The config of a run: sections, YAML files, and what is wrong with them."""
 
 from hybridflow.config.algorithms import ALGORITHMS as ALGORITHMS
 from hybridflow.config.experiment import ExperimentConfig as ExperimentConfig

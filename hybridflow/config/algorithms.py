@@ -1,7 +1,7 @@
-"""The section `algorithm` of a config: a class an algorithm, with its paper's defaults, and the parts that they share.
+"""The section `algorithm` of a config: a class an algorithm, with the paper's defaults, and the parts that they share.
 
-Each says what it is and where it departs from its paper. `needs` says which roles there have to be. `hybridflow.config`
-reads it: this module knows sections, not files.
+Each class describes the algorithm and the departures from the paper. `needs` names the roles that the algorithm needs.
+`hybridflow.config` reads the section: this module knows sections, not files.
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ class GRPO(Section):
 
 
 class DrGRPO(Section):
-    """GRPO without its two biases: A = r - mean of the group, and a loss over a constant length, with no KL.
+    """GRPO without two biases: A = r - mean of the group, and a loss over a constant length, with no KL.
 
     Liu et al. 2025, arXiv 2503.20783. The constant is sampling.max_response_length, for every batch.
     """
@@ -137,7 +137,7 @@ class DrGRPO(Section):
 class RLOO(Section):
     """REINFORCE with the mean of the other responses as the baseline. Ahmadian et al. 2024, arXiv 2402.14740.
 
-    The KL of a whole response is subtracted from its score, as in the paper. The default is one step an iteration. For
+    A response's score loses the KL of the whole response, as in the paper. The default is one step an iteration. For
     several steps give `policy.kind: clip`.
     """
 
@@ -245,7 +245,7 @@ class Reinforce(Section):
     name: Literal["reinforce"] = "reinforce"
     """The name of the algorithm."""
     baseline: Literal["none", "group"] = "none"
-    """What is subtracted from a score: nothing, or the mean of its group."""
+    """What is subtracted from a score: nothing, or the mean of the group."""
     gamma: UnitInterval = 1.0
     """The discount of rewards per token, with baseline none. 1: no discount."""
     policy: PolicyLoss = PolicyLoss()
@@ -292,7 +292,7 @@ class Distill(Section):
     name: Literal["distill"] = "distill"
     """The name of the algorithm."""
     gamma: UnitInterval = 0.0
-    """The discount of later tokens. 0: a token has its own log-ratio. 1: all later log-ratios are added."""
+    """The discount of later tokens. 0: a token has one log-ratio. 1: all later log-ratios are added."""
     policy: DistillPolicyLoss = DistillPolicyLoss()
     """The actor's loss."""
     kl: NoKL = NoKL()
@@ -356,7 +356,7 @@ ALGORITHMS: Mapping[str, type[Section]] = {
 
 
 def compares_responses(algorithm: Algorithm) -> bool:
-    """Whether an advantage is one of a whole response, relative to the others of its prompt."""
+    """Whether an advantage is one of a whole response, relative to the other responses to the prompt."""
     match algorithm:
         case GRPO() | DrGRPO() | RLOO() | OPO() | MaxRL():
             return True

@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 def autos(tree: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Role, or `engine`, -> its keys that are `auto`; none where the config has numbers throughout."""
+    """Role, or `engine`, -> the keys that are `auto`; none where the config has numbers throughout."""
     found = {}
     for name, section, keys in sections(tree):
         given = frozenset(key for key in keys if section.get(key) == AUTO)

@@ -19,7 +19,7 @@ AREAS = frozenset(
 
 
 def lower_is_better(metric: str) -> bool:
-    """By its name. What a reward function is called says nothing: a score is the better the higher."""
+    """By the metric's name. A reward function's name says nothing: a higher score is better."""
     area, _, name = metric.partition("/")
     if area == "reward":
         return metric in OF_CALLS
@@ -34,12 +34,12 @@ def check_best_metric(metric: str, areas: Collection[str], *, eval_interval: int
     if slash and area in areas:
         return
     if area == "reward" and slash:
-        raise ValueError(f"{key}: there are no rewards; name a metric of this run, such as {_such(areas)}")
+        raise ValueError(f"{key}: there are no rewards; name a metric of this run, such as {_example_metrics(areas)}")
     near = difflib.get_close_matches(area, areas, n=1)
     known = f"did you mean {near[0]}/...?" if near and slash else f"{kind} has metrics of {', '.join(sorted(areas))}"
     raise ValueError(f"{key}: {'there is no such area' if slash else 'a metric is called area/name'}; {known}")
 
 
-def _such(areas: Collection[str]) -> str:
+def _example_metrics(areas: Collection[str]) -> str:
     trained = "reward_model" if "reward_model" in areas else "actor"
     return f"eval/loss or {trained}/loss"

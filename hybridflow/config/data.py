@@ -16,7 +16,7 @@ class SourceConfig(Section):
     path: PathText
     """A file, or a directory of files."""
     weight: PositiveFloat | None = None
-    """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
+    """The share of this source among all rows, in proportion to the others. null: the number of rows."""
 
     @property
     def title(self) -> str:
@@ -35,7 +35,7 @@ class HubSourceConfig(Section):
     revision: str | None = None
     """A branch, tag or commit of the data set. null: the newest."""
     weight: PositiveFloat | None = None
-    """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
+    """The share of this source among all rows, in proportion to the others. null: the number of rows."""
 
     @property
     def title(self) -> str:
@@ -195,8 +195,8 @@ class DataConfig(FilesConfig):
     @property
     def passes_over(self) -> bool:
         """Whether rows that do not start are left out when their turn comes."""
-        its = self.environment
-        return its is not None and not its.is_agent and its.on_error == "fail_row"
+        environment = self.environment
+        return environment is not None and not environment.is_agent and environment.on_error == "fail_row"
 
     @model_validator(mode="before")
     @classmethod

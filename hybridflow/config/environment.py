@@ -30,7 +30,7 @@ class EnvironmentConfig(_OfClass):
     agent: FunctionName | None = None
     """An agent that speaks to an OpenAI-compatible URL: `async def run(base_url, row)`, as package.module:function."""
     verifiers: PathText | None = None
-    """An environment of the package verifiers, by the name of its taskset's module. A row has a task's number in the
+    """An environment of the package verifiers, by the name of the taskset's module. A row has a task's number in the
     column task."""
     python: PathText | None = None
     """The Python in whose environment verifiers 0.4 and the taskset are installed. Only with verifiers."""
@@ -41,30 +41,30 @@ class EnvironmentConfig(_OfClass):
     max_turn_tokens: PositiveInt | None = None
     """Tokens of one turn of the model, at most. null: what is left of the sequence."""
     parts: dict[PartName, FiniteFloat] = {}
-    """Where the reward is a dictionary: its keys, each with a weight."""
+    """Where the reward is a dictionary: key -> weight."""
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, where the class or the agent's requests have tools. One that does not
     read the chat template's own calls is refused for a class; for an agent a line tells."""
     earlier_turns: Literal["refuse", "keep", "branch"] = "refuse"
     """What happens where the chat template renders an earlier turn in another way, or an agent's request has another
-    conversation. refuse ends the run at its start, or fails the row. keep leaves tokens as they were sampled, whatever
+    conversation. refuse ends the run at the start, or fails the row. keep leaves tokens as they were sampled, whatever
     the template does. branch begins another sequence of the row."""
     call_seconds: PositiveFloat = 60.0
-    """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
+    """Seconds of one call of the class, from the beginning; of an agent, between an answer and the next request."""
     row_seconds: PositiveFloat | None = None
-    """Seconds of a whole row, generation included. null: no limit."""
+    """Seconds of a row from its first turn or its agent's start, generation included. null: no limit."""
     rollout_seconds: PositiveFloat | None = None
     """Seconds of a whole rollout. Rows that have not ended then have failed. null: no limit but the watchdog's."""
     num_workers: PositiveInt | None = None
     """Processes per rank for instances or agents. null: a share of the machine's cores, at most 8."""
     on_error: Literal["fail_row", "end_run"] = "fail_row"
-    """What happens when the class or agent raises, is late or ends its process. fail_row counts the row and trains on
+    """What happens when the class or agent raises, is late or ends the process. fail_row counts the row and trains on
     nothing of it, or passes over a row whose start raises; end_run ends the run."""
     prompt: Literal["request", "column"] = "request"
     """What the prompt of an agent's row is. request: the agent's first request. column: the messages of
     data.prompt_key, with which that request has to agree."""
     concurrency: PositiveInt = 32
-    """Agents that run at a time in each process. Others wait."""
+    """Instances or agents at a time in each process. Other rows begin when one of these has ended."""
     listen: str = "127.0.0.1"
     """The IP address at which agents reach the model. One that is not loopback needs token_file."""
     token_file: PathText | None = None
@@ -143,7 +143,7 @@ class EnvironmentConfig(_OfClass):
 
 KINDS = {"class": "a class", "agent": "an agent", "verifiers": "an environment of verifiers"}
 VERIFIERS_AGENT = "hybridflow.environments.verifiers_agent:run"
-OF_AGENTS = ("prompt", "concurrency", "listen", "token_file")
+OF_AGENTS = ("prompt", "listen", "token_file")
 
 
 def _check_address(address: str, token_file: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The config of a run that learns from responses which its engine generates: frozen, and validated.
+"""The config of a run that learns from responses of the engine: frozen, and validated.
 
     config = ExperimentConfig.from_yaml("configs/quickstart.yaml", ["actor.optimizer.lr=1e-5", "seed=3"])
 
@@ -24,7 +24,7 @@ from hybridflow.parallel.layout import Layout
 
 
 class ExperimentConfig(RunConfig):
-    """A run that learns from responses which its engine generates."""
+    """A run that learns from responses of the engine."""
 
     num_iterations: PositiveInt
     """Iterations of the run. One iteration generates a batch of responses and trains on it."""
@@ -43,7 +43,7 @@ class ExperimentConfig(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     """The vLLM engine that generates responses."""
     algorithm: AlgorithmConfig = PPO()
-    """The algorithm, by name, and its own keys. A section without a name is ppo."""
+    """The name and the keys of the algorithm. A section without a name is ppo."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -122,7 +122,7 @@ class ExperimentConfig(RunConfig):
             )
 
     def _check_prompts_of_requests(self, field: str) -> None:
-        """What needs prompts before an agent has made its first request."""
+        """What needs prompts before an agent's first request."""
         if self.sampling.by_prompt_length:
             raise ValueError(
                 f"{field}: sampling.by_prompt_length needs prompts before the agent's first request: set "
@@ -150,7 +150,7 @@ class ExperimentConfig(RunConfig):
                 raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
 
     def _check_reset(self) -> None:
-        """A reference that becomes the actor lies where the actor does: each rank copies its own."""
+        """A reference that becomes the actor lies on the actor's ranks: each rank copies the rank's own weights."""
         interval = self.algorithm.kl.reset_reference_interval
         if interval is None or self.reference is None:
             return
@@ -167,7 +167,7 @@ class ExperimentConfig(RunConfig):
         before = 0
         for i, bucket in enumerate(self.sampling.by_prompt_length):
             name = f"sampling.by_prompt_length.{i}"
-            if not bucket.replaced():
+            if not bucket.replaced_values():
                 raise ValueError(
                     f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
                 )
@@ -238,7 +238,7 @@ class ExperimentConfig(RunConfig):
             )
 
     def _by_bucket(self, key: str) -> list[tuple[str, Any]]:
-        """The values of a key of `sampling`, each with its name: the section's own, and those that buckets have."""
+        """(name, value) of a key of `sampling`, from the section and from each bucket."""
         found = [(f"sampling.{key}", getattr(self.sampling, key))]
         for i, bucket in enumerate(self.sampling.by_prompt_length):
             if getattr(bucket, key) is not None:
@@ -322,15 +322,15 @@ class ExperimentConfig(RunConfig):
     def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.
 
-        Every role's grid fills its ranks, its replicas get rows, the engine's replicas fill theirs, all ranks are used.
+        Grids fill the ranks of roles, replicas of roles get rows, engine replicas fill the engine, no rank is idle.
         """
         layouts = self.role_layouts(world_size, reasons)
         for name, layout in layouts.items():
-            reasons.of(self._check_replicas, name, layout)
-        reasons.of(self._check_engine, layouts.get("actor"), world_size)
+            reasons.collect(self._check_replicas, name, layout)
+        reasons.collect(self._check_engine, layouts.get("actor"), world_size)
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
-            reasons.of(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
+            reasons.collect(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
         return layouts
 
     def _check_replicas(self, name: str, layout: Layout) -> None:

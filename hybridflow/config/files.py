@@ -7,9 +7,9 @@ A config may build on one other file:
     algorithm: {name: dr_grpo}           # another name: the section of the base is replaced as a whole
     reference: null                      # replaces the section
 
-Mappings merge by key; everything else replaces what the base says, lists and null included. A section `algorithm` of
-another name than the base's replaces that section, since their keys differ; a base's section without a name is ppo's. A
-base has no base of its own. Overrides come last.
+Mappings merge by key; everything else replaces what the base says: lists, null and the empty mapping {}. A section
+`algorithm` of another name than the base's replaces that section, since their keys differ; a base's section without a
+name is ppo's. A base has no other base. Overrides come last.
 """
 
 import itertools
@@ -25,7 +25,7 @@ BASE = "base"
 
 
 def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a config file says, its base merged in, overrides applied; nothing of it is checked. Errors: ConfigError."""
+    """The tree of a config file, base merged in, overrides applied. No key is checked. Errors: ConfigError."""
     tree = _read_file(Path(path))
     base = tree.pop(BASE, None)
     if base is not None:
@@ -72,11 +72,16 @@ def _read_base(path: Path, base: object) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The base with what a config says in its place: mappings by key, anything else as a whole."""
+    """The base, where a config's values replace the base's: mappings by key, anything else as a whole."""
     found = dict(base)
     for key, value in tree.items():
         own = found.get(key)
-        if isinstance(own, dict) and isinstance(value, dict) and (key != "algorithm" or _same_name(own, value)):
+        if (
+            isinstance(own, dict)
+            and isinstance(value, dict)
+            and value
+            and (key != "algorithm" or _same_name(own, value))
+        ):
             found[key] = _merged(own, value)
         else:
             found[key] = value

@@ -1,6 +1,6 @@
 """The section `algorithm` of a run on fixed data: nothing is generated, the rows of a file are what is learnt from.
 
-Each says what it is, what a row holds, and where it departs from its paper. `hybridflow.config.fixed_data` reads it.
+Each class describes the algorithm, a row, and the departures from the paper. `hybridflow.config.fixed_data` reads them.
 """
 
 from collections.abc import Mapping

@@ -54,7 +54,7 @@ class FixedDataConfig(RunConfig):
     reward_model: TrainedRoleConfig | None = None
     """The reward model that is trained. Required by reward_model."""
     algorithm: Annotated[FixedAlgorithm, Field(discriminator="name")]
-    """The algorithm, by name, and its own keys."""
+    """The name and the keys of the algorithm."""
 
     @model_validator(mode="before")
     @classmethod
@@ -163,7 +163,7 @@ class FixedDataConfig(RunConfig):
             )
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
-            reasons.of(check_placement, placed, world_size)
+            reasons.collect(check_placement, placed, world_size)
         return layouts
 
 
@@ -171,7 +171,7 @@ AnyConfig = ExperimentConfig | FixedDataConfig
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> AnyConfig:
-    """The config of a file, of the kind that its algorithm.name asks for. Errors: ConfigError."""
+    """The config of a file. algorithm.name chooses the kind of config. Errors: ConfigError."""
     tree = read_tree(path, overrides)
     return config_class(tree).from_tree(tree, path)
 

@@ -1,7 +1,7 @@
 """Models by their name on the HuggingFace Hub: `actor.model: Qwen/Qwen2.5-0.5B`, or at a revision `...-0.5B@REV`.
 
     fetch_models(tree, weights=True)       where a run begins: what is missing is fetched into the Hub's cache
-    cached("Qwen/Qwen2.5-0.5B")            the directory there; a config's `model` is read as that directory
+    cached_directory("Qwen/Qwen2.5-0.5B")            the directory there; a config's `model` is read as that directory
 
 huggingface_hub says where the cache is (HF_HOME, HF_HUB_CACHE), and asks no network with HF_HUB_OFFLINE=1. What is a
 directory here, or lies below one, is never taken for a name.
@@ -26,7 +26,7 @@ def is_hub_name(model: str) -> bool:
     return found is not None and not Path(model).exists() and not Path(model).parent.is_dir()
 
 
-def cached(model: str) -> str:
+def cached_directory(model: str) -> str:
     """The directory of a repository that has been fetched; `model` as it is where it names none, or was not fetched."""
     if not is_hub_name(model):
         return model

@@ -34,9 +34,11 @@ MAY_BE_AUTO = {
 }
 ABOUT_BASE = (
     "Another config that this one builds on, as a path from this file's directory. "
-    "Mappings merge by key; everything else replaces what the base says."
+    "Mappings merge by key; everything else, {} included, replaces what the base says."
 )
-NAMELESS = "PPOWithoutName"  # a section `algorithm` without a name is ppo's, with its keys of old
+ABOUT_ALGORITHM = "How the models are trained. The name chooses the keys of this section."
+OF_NO_GENERATION = "null: an algorithm on fixed data generates nothing."
+NAMELESS = "PPOWithoutName"  # a section `algorithm` without a name is ppo's, with the old keys
 
 
 def schema_text() -> str:
@@ -58,12 +60,14 @@ def config_schema() -> Schema:
     for name, algorithms in ALGORITHMS_OF.items():
         _add_algorithms(parts[name]["properties"], algorithms)
         parts[name]["properties"] = {BASE: {"type": "string", "description": ABOUT_BASE}, **parts[name]["properties"]}
-    parts["FixedDataConfig"]["properties"] |= {key: {"type": "null"} for key in OF_GENERATION}
+    parts["FixedDataConfig"]["properties"] |= {
+        key: {"type": "null", "description": OF_NO_GENERATION} for key in OF_GENERATION
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A config of hybridflow",
         "type": "object",
-        "properties": {"algorithm": _one_of({**ALGORITHMS, **FIXED_ALGORITHMS})},
+        "properties": {"algorithm": {"description": ABOUT_ALGORITHM, **_one_of({**ALGORITHMS, **FIXED_ALGORITHMS})}},
         "allOf": [*_of_either_kind(), {"if": {"required": [BASE]}, "else": _complete(needed)}],
         "$defs": dict(sorted(parts.items())),
     }
@@ -107,16 +111,16 @@ def _complete(needed: Mapping[str, Schema]) -> Schema:
 def _required(part: Schema, parts: Mapping[str, Schema]) -> Schema:
     """What a section has to have, and the sections in it."""
     found: Schema = {"required": part["required"]} if "required" in part else {}
-    inner = {key: needed for key, value in part.get("properties", {}).items() if (needed := _within(value, parts))}
+    inner = {key: needed for key, value in part.get("properties", {}).items() if (needed := _needed_in(value, parts))}
     return found | ({"properties": inner} if inner else {})
 
 
-def _within(value: Schema, parts: Mapping[str, Schema]) -> Schema:
+def _needed_in(value: Schema, parts: Mapping[str, Schema]) -> Schema:
     """The same of a key's value: a section alone, or each of a list."""
     for each in (value, *value.get("anyOf", ())):
         if "$ref" in each:
             return _required(parts[each["$ref"].rpartition("/")[2]], parts)
-        if isinstance(each.get("items"), dict) and (inner := _within(each["items"], parts)):
+        if isinstance(each.get("items"), dict) and (inner := _needed_in(each["items"], parts)):
             return {"items": inner}
     return {}
 
@@ -131,7 +135,7 @@ def _algorithm_without_base(parts: Mapping[str, Schema]) -> Schema:
 
 
 def _add_algorithms(properties: Schema, algorithms: Mapping[str, type[Section]]) -> None:
-    """The section `algorithm`, by its name."""
+    """The section `algorithm`, by name."""
     by_name = [
         {"if": _one_of([name]) | {"required": ["name"]}, "then": _ref(section.__name__)}
         for name, section in algorithms.items()
@@ -155,7 +159,7 @@ def _add_old_keys(parts: Schema) -> None:
     cap = _former(parts["Importance"]["properties"]["cap"], "importance.cap")
     for name in policies:
         parts[name]["properties"]["importance_cap"] = cap
-    moved = {key: _former(_at(parts, moved_to(key)), moved_to(key)) for key in MOVED}
+    moved = {key: _former(_key_schema(parts, moved_to(key)), moved_to(key)) for key in MOVED}
     parts[NAMELESS] = parts["PPO"] | {"properties": parts["PPO"]["properties"] | moved}
 
 
@@ -164,7 +168,7 @@ def _former(value: Schema, name: str) -> Schema:
     return rest | {"description": f"A former name of {name}.", "deprecated": True}
 
 
-def _at(parts: Schema, key: str) -> Schema:
+def _key_schema(parts: Schema, key: str) -> Schema:
     """The schema of a key of ppo, such as policy.clip_range."""
     sections = {"policy": "PolicyLoss", "update": "Update", "importance": "Importance"}
     section, _, last = key.rpartition(".")

@@ -3,7 +3,6 @@
 entries("sampling.top_k")       [Entry("sampling.top_k", "integer >= 0", "0", ..., "Only with generation.")]
 """
 
-import difflib
 import re
 import textwrap
 from collections.abc import Iterable
@@ -12,10 +11,12 @@ from dataclasses import dataclass, replace
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.keys import OWNERS, Key, keys_of
+from hybridflow.config.messages import nearest
 from hybridflow.errors import ConfigError
 
 NAME = "algorithm.name"
 WIDTH, INDENT = 112, " " * 4  # of descriptions in a terminal
+MOST_SHOWN = 4  # keys that end as the given one
 EVERY_ALGORITHM = {**ALGORITHMS, **FIXED_ALGORITHMS}
 
 
@@ -47,13 +48,15 @@ def entries(prefix: str = "") -> list[Entry]:
     if not found:
         found = [entry for entry in every if entry.path.startswith(wanted)]
     if not found:
-        close = difflib.get_close_matches(wanted, list(dict.fromkeys(entry.path for entry in every)), n=1)
-        raise ConfigError(f"{prefix}: is no key" + (f"; did you mean {close[0]}?" if close else ""))
+        paths = list(dict.fromkeys(entry.path for entry in every))
+        ending = [path for path in paths if path.endswith(f".{wanted}")]
+        close = ending[:MOST_SHOWN] or [path for path in [nearest(wanted, paths)] if path]
+        raise ConfigError(f"{prefix}: is no key" + (f"; did you mean {' or '.join(close)}?" if close else ""))
     return found
 
 
 def _without_repeats(every: list[Entry]) -> list[Entry]:
-    """What a section says of who has it is not said again of its keys."""
+    """The entries; a key does not repeat the owners that the section names."""
     said: dict[str, list[str]] = {}
     for entry in every:
         said.setdefault(entry.path, []).append(entry.only)

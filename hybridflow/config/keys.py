@@ -1,8 +1,8 @@
-"""Every key of a config with its type, default and description, read from the sections. Pure.
+"""Every key of a config: type, default and description, read from the sections. Pure.
 
     next(keys_of(ExperimentConfig))     Key("name", "text", "required", "The name of the run. ...", "generation")
 
-A key of a list of sections is that of its first: `reward.models.0.weight`.
+A key of a list of sections is the key of the first section: `reward.models.0.weight`.
 """
 
 import json
@@ -40,12 +40,12 @@ class Key:
 
 
 def keys_of(tree: Tree) -> Iterator[Key]:
-    """All keys of a kind of run, in the order of its sections; those of `algorithm` once for each algorithm."""
+    """All keys of a kind of run, in the order of the sections; keys of `algorithm` once for each algorithm."""
     yield from _keys(tree, None, "", OWNERS[tree])
 
 
 def _keys(section: type[Section], given: Section | None, prefix: str, owner: str) -> Iterator[Key]:
-    """Those of one section. given: what its defaults are taken from, where not from the section itself."""
+    """The keys of one section. given: where the defaults come from, if not from the section itself."""
     for name, field in section.model_fields.items():
         path, inner = f"{prefix}{name}", sections_in(field.annotation)
         default = field.get_default(call_default_factory=False) if given is None else getattr(given, name)

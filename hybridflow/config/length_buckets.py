@@ -1,7 +1,7 @@
 """A value that goes by the length of a prompt: `sampling.by_prompt_length` as code reads it. Pure Python, for a config.
 
 limits = LengthBuckets((64, 256), (32, 512, 1024))    # up to 64 tokens, up to 256, longer
-limits.each([64, 65, 300])                       # [32, 512, 1024]
+limits.for_lengths([64, 65, 300])                     # [32, 512, 1024]
 """
 
 import bisect
@@ -14,7 +14,7 @@ Value = TypeVar("Value", int, float)
 
 @dataclass(frozen=True)
 class LengthBuckets(Generic[Value]):
-    """values[i] is that of prompts of at most ends[i] tokens and more than ends[i - 1]; the last, of longer ones.
+    """values[i] holds for prompts of at most ends[i] tokens and more than ends[i - 1]; the last, for longer ones.
 
     ends: ascending, one fewer than values.
     """
@@ -29,13 +29,13 @@ class LengthBuckets(Generic[Value]):
     def varies(self) -> bool:
         return len(set(self.values)) > 1
 
-    def at(self, length: int) -> Value:
-        """That of a prompt of so many tokens."""
+    def for_length(self, length: int) -> Value:
+        """The value for a prompt of so many tokens."""
         return self.values[bisect.bisect_left(self.ends, length)]
 
-    def each(self, lengths: Sequence[int]) -> list[Value]:
-        """Those of prompts of these lengths."""
-        return [self.at(length) for length in lengths]
+    def for_lengths(self, lengths: Sequence[int]) -> list[Value]:
+        """The values for prompts of these lengths."""
+        return [self.for_length(length) for length in lengths]
 
 
 def always(value: Value) -> LengthBuckets[Value]:

@@ -55,7 +55,7 @@ BAND_KINDS = ("geometric", "icepop")
 
 
 class Importance(Section):
-    """Weights of tokens whose probabilities differ between the engine and the trainer before its updates.
+    """Weights of tokens whose probabilities differ between the engine and the trainer before the trainer's updates.
 
     w_t = exp(log pi_t - log mu_t), mu the engine's. What is left out stays in the divisor of the loss mean.
     """
@@ -118,10 +118,10 @@ ONLY_FOR = {"dual_clip": "dual_clip", "tau_positive": "sapo", "tau_negative": "s
 
 
 class PolicyLoss(Section):
-    """The actor's loss of each response token, and its mean over the mini-batch.
+    """The actor's loss of each response token, and the mean over the mini-batch.
 
     kind: `clip` (PPO), `dual_clip`, `gspo` (the ratio is a response's), `cispo` (the clipped ratio is a weight), `sapo`
-    (a soft gate in place of the clip), `reinforce` (no ratio). CISPO's paper has no number for its bound: by default a
+    (a soft gate in place of the clip), `reinforce` (no ratio). CISPO's paper has no number for the bound: by default a
     weight is 5 at most, and has no lower one.
     """
 
@@ -140,7 +140,7 @@ class PolicyLoss(Section):
     loss_mean: LossMeanName = "token_mean"
     """How token losses become one number. constant divides by sampling.max_response_length tokens a sequence."""
     mask_truncated: bool = False
-    """Whether responses that reached the limit of length are left out of the loss and of its mean."""
+    """Whether responses that reached the limit of length are left out of the loss and of the mean."""
     entropy_coef: NonNegativeFloat = 0.0
     """The coefficient of the entropy bonus. 0 turns it off."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
@@ -190,4 +190,4 @@ class Update(Section):
     mini_batch_size: PositiveInt | None = None
     """Sequences of one optimizer step, over all ranks. null: the whole batch."""
     whole_prompts: bool = False
-    """Whether a mini-batch has all responses to each of its prompts. A shared prompt is then computed once."""
+    """Whether a mini-batch has all responses to each prompt. A shared prompt is then computed once."""

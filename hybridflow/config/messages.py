@@ -1,6 +1,7 @@
 """What is wrong with a config, for a person: the key, the value, the rule, and the nearest known key."""
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hybridflow.config.other_trainers import algorithm_hint, hint, leaves
 from hybridflow.config.sampling import REPLACED, PromptLengthConfig, SamplingConfig
 
 
-def explained(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
+def explanation(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
     lines = []
     for problem in error.errors():
         location = _without_tag(problem["loc"])
@@ -51,8 +52,16 @@ def _closest(name: object) -> str:
     foreign = algorithm_hint(lower)
     if foreign is not None:
         return foreign
-    close = difflib.get_close_matches(lower, EVERY_ALGORITHM, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(EVERY_ALGORITHM)}"
+    close = nearest(lower, EVERY_ALGORITHM, cutoff=0.5)
+    return f"did you mean {close}?" if close else f"known are {', '.join(EVERY_ALGORITHM)}"
+
+
+def nearest(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """What a person has meant: a name of the same letters, else one that looks alike; None where none does."""
+    names = list(known)
+    close = [name for name in names if sorted(name) == sorted(given)]
+    close += difflib.get_close_matches(given, names, n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
 # from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less

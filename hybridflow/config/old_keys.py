@@ -54,8 +54,8 @@ def _named(given: Any) -> Any:
     return {"name": "ppo", **tree}
 
 
-def renamed(tree: dict[str, Any], source: object) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The tree with today's names of its sections, and a note for each that it had by an old one.
+def with_new_names(tree: dict[str, Any], source: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The tree with today's names of the sections, and a note for each section under an old name.
 
     Errors: ConfigError where it has both.
     """

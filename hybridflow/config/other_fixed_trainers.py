@@ -1,7 +1,7 @@
 """What keys of other trainers' SFT, reward-model, DPO and KTO configs are called in a config on fixed data.
 
 TRL (SFTConfig, RewardConfig, DPOConfig, KTOConfig), OpenRLHF (train_sft, train_rm, train_dpo, train_kto), NeMo-RL (sft,
-rm, dpo), LLaMA-Factory (its YAML of the stages sft, rm, dpo, kto) and verl's SFT. As `other_trainers`, which has the
+rm, dpo), LLaMA-Factory (the YAML of the stages sft, rm, dpo, kto) and verl's SFT. As `other_trainers`, which has the
 rows of all runs: optimizers, layouts, checkpoints.
 """
 

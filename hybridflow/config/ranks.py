@@ -99,7 +99,7 @@ def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
 
 
 def check_engine_sizes(tp: int, pp: int, num_ranks: int) -> None:
-    """The engine's replicas fill its ranks."""
+    """The engine's replicas fill the engine's ranks."""
     size = tp * pp
     if num_ranks % size:
         raise ConfigError(

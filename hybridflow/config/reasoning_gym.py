@@ -1,6 +1,6 @@
 """Tasks of the package reasoning-gym in place of data files: `data.train: {reasoning_gym: [{name: chain_sum, ...}]}`.
 
-A task makes its rows from (seed, size, config), and its scorer gives the reward.
+A task makes rows from (seed, size, config), and the task's scorer gives the reward.
 """
 
 import re
@@ -21,7 +21,7 @@ EXECUTES = frozenset(
     "spiral_matrix string_insertion".split()
 )
 UNREPEATABLE = {"codeio": "its rows are not the same each time", "composite": "name the tasks that it is made of"}
-SYSTEM_PROMPTS = ("default", "DeepSeekZero", "simple", "direct", "chain_of_draft")  # the package's, by its names
+SYSTEM_PROMPTS = ("default", "DeepSeekZero", "simple", "direct", "chain_of_draft")  # names in the package
 OWN_KEYS = ("seed", "size")  # of a task's config in the package, which stand beside `config` here
 
 
@@ -31,7 +31,7 @@ class TaskConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w+$")]
     """The task's name in reasoning-gym, such as chain_sum."""
     weight: PositiveFloat | None = None
-    """The share of this task among all rows, in proportion to the others. null: by its number of rows."""
+    """The share of this task among all rows, in proportion to the others. null: the number of rows."""
     size: PositiveInt
     """How many rows the task has."""
     seed: NonNegativeInt
@@ -95,10 +95,10 @@ def parse_tasks(given: Mapping[str, Any]) -> ReasoningGymConfig:
     try:
         return ReasoningGymConfig(**given)
     except ValidationError as error:
-        raise ValueError(_told(error.errors()[0])) from None
+        raise ValueError(_problem_text(error.errors()[0])) from None
 
 
-def _told(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"{place}: is required"
@@ -112,16 +112,16 @@ def _told(problem: Any) -> str:
 
 def check_apart(train: ReasoningGymConfig, heldout: ReasoningGymConfig) -> None:
     """Errors: ValueError where a held-out row is one of those to train on."""
-    for i, its in enumerate(heldout.reasoning_gym):
-        if its.weight is not None:
+    for i, held in enumerate(heldout.reasoning_gym):
+        if held.weight is not None:
             raise ValueError(
-                f"heldout.reasoning_gym.{i}.weight = {its.weight:g}: weights say how often a row is trained on, "
+                f"heldout.reasoning_gym.{i}.weight = {held.weight:g}: weights say how often a row is trained on, "
                 "held-out rows are all used once"
             )
         for task in train.reasoning_gym:
-            shared = range(max(its.rows.start, task.rows.start), min(its.rows.stop, task.rows.stop))
-            if len(shared) and (its.name, its.config) == (task.name, task.config):
+            shared = range(max(held.rows.start, task.rows.start), min(held.rows.stop, task.rows.stop))
+            if len(shared) and (held.name, held.config) == (task.name, task.config):
                 raise ValueError(
-                    f"heldout.reasoning_gym.{i}.seed = {its.seed}: row i is made from seed + i, so {len(shared)} rows "
-                    f"of {its.name} are also in data.train. Give a seed from {task.rows.stop} on"
+                    f"heldout.reasoning_gym.{i}.seed = {held.seed}: row i is made from seed + i, so {len(shared)} rows "
+                    f"of {held.name} are also in data.train. Give a seed from {task.rows.stop} on"
                 )

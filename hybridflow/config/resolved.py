@@ -1,6 +1,6 @@
 """A config file as it is resolved, and how two differ. Pure.
 
-resolved("mine.yaml")["seed"]                       0
+resolved_tree("mine.yaml")["seed"]                       0
 differences("a.yaml", "b.yaml")                     ["seed: 0 (default) -> 1"]
 """
 
@@ -20,15 +20,15 @@ Values = dict[str, tuple[str, bool]]
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyConfig, list[str]]:
-    """The config of either kind, and its keys that are `auto`, which hold a neutral value. Errors: ConfigError."""
+    """The config of either kind, and the keys that are `auto`, which hold a neutral value. Errors: ConfigError."""
     tree = read_tree(path, list(overrides))
     config = config_class(tree).from_tree(with_neutral(tree), path)
     sections = {name: "rollout" if name == ENGINE else name for name in autos(tree)}
     return config, [f"{sections[name]}.{key}" for name, keys in autos(tree).items() for key in keys]
 
 
-def resolved(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Every key with its value, `auto` where the file says so, and notes for a person. Errors: ConfigError."""
+def resolved_tree(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The value of every key, `auto` where the file says so, and notes for a person. Errors: ConfigError."""
     config, free = read_config(path, overrides)
     tree = config.model_dump(mode="json")
     for key in free:
@@ -40,13 +40,13 @@ def differences(first: str | Path, second: str | Path) -> list[str]:
     """A line for each key that differs; of a section that one alone has, what is no default. Errors: ConfigError."""
     one, other = values(first), values(second)
     return [
-        f"{key}: {_told(one.get(key))} -> {_told(other.get(key))}"
+        f"{key}: {_described(one.get(key))} -> {_described(other.get(key))}"
         for key in dict.fromkeys([*one, *other])
         if _differs(one.get(key), other.get(key))
     ]
 
 
-def _told(value: tuple[str, bool] | None) -> str:
+def _described(value: tuple[str, bool] | None) -> str:
     return ABSENT if value is None else value[0] + (DEFAULT if value[1] else "")
 
 
@@ -58,13 +58,13 @@ def _differs(one: tuple[str, bool] | None, other: tuple[str, bool] | None) -> bo
 
 
 def values(path: str | Path) -> Values:
-    """Each key of a config with its value, and whether that is the default. Errors: ConfigError."""
+    """The value of each key of a config, and whether the value is the default. Errors: ConfigError."""
     config, free = read_config(path)
     return dict(_values(config, None, "")) | {key: (AUTO, False) for key in free}
 
 
 def _values(section: Section, given: Section | None, prefix: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Those of a section. given: what its defaults are taken from, where not from the section itself."""
+    """The values of a section. given: where the defaults come from, if not from the section itself."""
     dumped = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         key, value, default = f"{prefix}{name}", getattr(section, name), _default(field, name, given)
@@ -74,7 +74,7 @@ def _values(section: Section, given: Section | None, prefix: str) -> Iterator[tu
             for i, each in enumerate(value):
                 yield from _values(each, None, f"{key}.{i}.")
         else:
-            # a name is the default of its algorithm's section alone
+            # a name is the default of one algorithm's section alone
             yield key, (as_flow(dumped[name]), key != "algorithm.name" and value == default)
 
 

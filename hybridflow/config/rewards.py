@@ -1,4 +1,4 @@
-"""The config's `reward` section but for its models: functions, remote models, and what training makes of a score."""
+"""The config's `reward` section but for the models: functions, remote models, and what training makes of a score."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -30,11 +30,11 @@ class RewardFunctionConfig(Section):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the function, beside prompts, responses and columns."""
     parts: dict[PartName, FiniteFloat] = {}
-    """For a function that returns a dictionary per row: its keys, each with a weight."""
+    """For a function that returns a dictionary per row: key -> weight."""
     per: Literal["row", "group", "batch"] = "row"
     """What one call gets: one row, all responses to a prompt, or the whole batch on one rank."""
     background: bool = True
-    """Whether a prompt is scored as soon as its responses exist, during generation. Always false with per: batch."""
+    """Whether a prompt is scored as soon as all responses exist, during generation. Always false with per: batch."""
     timeout_seconds: PositiveFloat | None = None
     """Seconds per row. null: reward.timeout_seconds."""
     concurrency: PositiveInt = 16
@@ -136,7 +136,7 @@ class ScoringConfig(Section):
     num_workers: PositiveInt | None = None
     """Processes per rank for reward functions. null: a share of the machine's cores, at most 8."""
     memory_gib: PositiveFloat | None = 4.0
-    """GiB of memory for each process of num_workers, its children included. null: no limit."""
+    """GiB of memory for each process of num_workers, child processes included. null: no limit."""
     max_processes: PositiveInt = 64
     """Child processes of each process of num_workers, at most."""
     on_error: Literal["auto", "stop", "score"] = "auto"

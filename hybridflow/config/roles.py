@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.config.hub import cached
+from hybridflow.config.hub import cached_directory
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
@@ -22,7 +22,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
 
-ModelText = Annotated[PathText, AfterValidator(cached)]
+ModelText = Annotated[PathText, AfterValidator(cached_directory)]
 RanksText = Annotated[str, Field(pattern=r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$")]
 RanksKey = Annotated[
     Ranks, BeforeValidator(parse_ranks, json_schema_input_type=RanksText | NonNegativeInt), PlainSerializer(shown)
@@ -30,7 +30,7 @@ RanksKey = Annotated[
 
 
 class OptimizerConfig(Section):
-    """Adam (AdamW) or SGD in float32 main weights. The learning rate follows its schedule by iteration."""
+    """Adam (AdamW) or SGD in float32 main weights. The learning rate follows the schedule by iteration."""
 
     name: Literal["adam", "sgd"] = "adam"
     """adam is AdamW. sgd is stochastic gradient descent with momentum."""
@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as its ranks."""
+    """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as the role's ranks."""
 
     tensor_parallel_size: PositiveInt = 1
     """Ranks that each layer is split over. 1: no tensor parallelism."""
@@ -126,7 +126,7 @@ class LayoutConfig(Section):
             )
 
     def layout(self, name: str, world_size: int) -> Layout:
-        """The layout of the role `name` among `world_size` ranks. Errors: ConfigError unless it fills its own."""
+        """The role's layout among `world_size` ranks. Errors: ConfigError unless the layout fills the role's ranks."""
         ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
         check_sizes(name, sizes, self.ranks, ranks)
@@ -173,7 +173,7 @@ class RoleConfig(LayoutConfig):
 
 class TrainedRoleConfig(RoleConfig):
     optimizer: OptimizerConfig
-    """The optimizer, and the schedule of its learning rate."""
+    """The optimizer, and the schedule of the learning rate."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again: none, those of attention (selective), or all (full)."""
     offload_optimizer: bool = False
@@ -186,7 +186,7 @@ class RewardModelConfig(RoleConfig):
     weight: float = 1.0
     """The weight of this model's score in the sum."""
     reencode: bool = False
-    """Whether the model has its own tokenizer. Texts are then encoded again, with its own chat template."""
+    """Whether the model has another tokenizer. Texts are then encoded again, with the model's chat template."""
 
 
 class RewardConfig(ScoringConfig):
@@ -197,7 +197,7 @@ class RewardConfig(ScoringConfig):
 
 
 class RolloutConfig(Section):
-    """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on ranks of its own."""
+    """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on other ranks."""
 
     tensor_parallel_size: PositiveInt | None = None
     """Ranks that each layer of an engine replica is split over. null: as in the actor."""

@@ -1,4 +1,4 @@
-"""What every run has in its config, whatever it learns from."""
+"""What every config has, whatever the run learns from."""
 
 import re
 from pathlib import Path
@@ -18,8 +18,8 @@ from pydantic import (
 
 from hybridflow.config.best_metric import lower_is_better
 from hybridflow.config.files import read_tree
-from hybridflow.config.messages import explained
-from hybridflow.config.old_keys import renamed
+from hybridflow.config.messages import explanation
+from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.rewards import EvalRewardKey
 from hybridflow.config.roles import RoleConfig
 from hybridflow.config.section import PathText, Section
@@ -59,9 +59,9 @@ class MlflowConfig(Section):
 
 class MetricsConfig(Section):
     csv: bool = True
-    """Whether the run writes metrics.csv in its directory."""
+    """Whether the run writes metrics.csv in the run's directory."""
     tensorboard: bool = True
-    """Whether the run writes TensorBoard files in its directory."""
+    """Whether the run writes TensorBoard files in the run's directory."""
     wandb: WandbConfig | None = None
     """Where Weights & Biases gets the metrics. null: nowhere."""
     mlflow: MlflowConfig | None = None
@@ -101,8 +101,8 @@ class StopConfig(Section):
         assert self.at_least is not None, "one of the two is given"
         return value >= self.at_least
 
-    def told(self, value: float) -> str:
-        """That it holds, for a person."""
+    def reason(self, value: float) -> str:
+        """Why the run stops, for a person."""
         rule = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
         return f"{self.metric} = {value:.6g} is {rule} (stop_when)"
 
@@ -142,7 +142,7 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether a run saves before it is told to stop."""
+        """Whether a run saves before a request to stop."""
         return bool(self.save_interval) or self.save_minutes is not None
 
     @property
@@ -199,7 +199,7 @@ class RunConfig(Section):
     """What every run has, whatever it learns from: from what the engine generates, or from fixed data."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-    """The name of the run. Its files lie in the directory of this name below output_dir."""
+    """The name of the run. The run's files lie in the directory of this name below output_dir."""
     seed: NonNegativeInt = 0
     """The seed of all random numbers. The same seed gives the same run."""
     platform: PlatformName = "auto"
@@ -207,7 +207,7 @@ class RunConfig(Section):
     output_dir: PathText = "runs"
     """The directory that holds the run directories."""
     env_vars: Annotated[dict[str, str], BeforeValidator(_environment, json_schema_input_type=Environment)] = {}
-    """Environment variables of the ranks: NCCL_*, GLOO_* and HF_*. A variable that is already set keeps its value."""
+    """Environment variables of the ranks: NCCL_*, GLOO_* and HF_*. A variable that is already set stays as it is."""
     device_profile: str | None = None
     """The device that `auto` plans for: the name of a shipped profile or a file. null: the device's own name."""
     tensor_parallel_across_hosts: bool = False
@@ -219,7 +219,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What the run saves, where the run resumes, and when the run ends early."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """Time limits of the phases. A rank beyond its limit ends the run with a report."""
+    """Time limits of the phases. A rank beyond the limit of a phase ends the run with a report."""
     metrics: MetricsConfig = MetricsConfig()
     """Where metrics go, and how the model is evaluated."""
 
@@ -256,8 +256,8 @@ class RunConfig(Section):
         reasons.refuse()
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
-        """Of the roles that have one: each grid fills its ranks."""
-        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
+        """Role -> layout, for roles with a layout: each grid fills the role's ranks."""
+        found = {name: reasons.collect(role.layout, name, world_size) for name, role in self.roles().items()}
         return {name: layout for name, layout in found.items() if layout is not None}
 
     def to_yaml(self) -> str:
@@ -274,10 +274,10 @@ class RunConfig(Section):
     @classmethod
     def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
         """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
-        tree, notes = renamed(tree, source)
+        tree, notes = with_new_names(tree, source)
         try:
             found = cls.model_validate(tree)
             found._notes = notes
             return found
         except ValidationError as error:
-            raise ConfigError(explained(error, cls, source)) from error
+            raise ConfigError(explanation(error, cls, source)) from error

@@ -37,7 +37,7 @@ class PromptLengthConfig(Section):
     max_response_length: PositiveInt | None = None
     """Tokens of the longest response in the bucket. null: as sampling says, which is also the most."""
 
-    def replaced(self) -> dict[str, Any]:
+    def replaced_values(self) -> dict[str, Any]:
         return self.model_dump(exclude={"up_to"}, exclude_none=True)
 
 
@@ -113,7 +113,7 @@ class SamplingConfig(Section):
     def sections(self) -> "tuple[SamplingConfig, ...]":
         """What holds in each bucket, and last what holds for longer prompts."""
         alone = self.model_copy(update={"by_prompt_length": ()})
-        return (*(alone.model_copy(update=bucket.replaced()) for bucket in self.by_prompt_length), alone)
+        return (*(alone.model_copy(update=bucket.replaced_values()) for bucket in self.by_prompt_length), alone)
 
     @property
     def buckets(self) -> LengthBuckets[int]:

@@ -4,13 +4,13 @@ starters()["grpo"]            .../configs/quickstart_grpo.yaml
 starter_text("grpo")          "# GRPO on two CPU cores: ...\nname: ..."
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.files import as_flow, read_tree
+from hybridflow.config.messages import nearest
 from hybridflow.config.shipped import shipped_configs
 from hybridflow.errors import ConfigError
 
@@ -39,7 +39,7 @@ COMMENTS = (
 
 
 def starters() -> dict[str, Path]:
-    """Each file by its name: `ppo` for quickstart.yaml, `grpo` for quickstart_grpo.yaml."""
+    """Name -> file: `ppo` for quickstart.yaml, `grpo` for quickstart_grpo.yaml."""
     found = {
         path.stem.removeprefix(PREFIX).lstrip("_") or PLAIN: path for path in shipped_configs().glob(f"{PREFIX}*.yaml")
     }
@@ -58,18 +58,15 @@ def starter_text(name: str) -> str:
     """A whole config. Errors: ConfigError where there is none of this name."""
     known = starters()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        raise ConfigError(f"{name}: there is no such config; {_hint(close, known)}")
+        close = nearest(name, known)
+        hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+        raise ConfigError(f"{name}: there is no such config; {hint}")
     path = known[name]
     sections = ["\n".join(_lines({key: value}, "", "")) for key, value in read_tree(path).items() if _says(value)]
     text = HEAD.format(title=title(path))
     for section in sections:
         text += ("\n" if "\n" in section else "") + section + "\n"
     return text
-
-
-def _hint(close: list[str], known: Mapping[str, Path]) -> str:
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def _says(value: object) -> bool:

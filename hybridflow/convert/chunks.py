@@ -58,7 +58,7 @@ def own_share(chunks: Sequence[Chunk], processes: Processes) -> list[Chunk]:
 
 
 def _chunks(weight: Weight, spec: ModelSpec, files: WeightFiles, infos: Mapping[str, TensorInfo]) -> Iterator[Chunk]:
-    """One a block, at its place in the tensor of the weight's key."""
+    """One a block, at the block's place in the tensor of the weight's key."""
     (key, layer), whole, shapes = stored_at(weight), whole_shape(weight, spec), weight.shapes(spec)
     found = blocks(weight, spec)
     _check_read_once(weight, found, shapes)
@@ -78,7 +78,7 @@ def _chunks(weight: Weight, spec: ModelSpec, files: WeightFiles, infos: Mapping[
 
 
 def _box(block: Block, whole: Shape) -> tuple[Shape, Shape]:
-    """(offset, shape) of a block in the whole parameter, through whose leading dimensions its rows run."""
+    """(offset, shape) of a block in the whole parameter. Rows run through the parameter's leading dimensions."""
     if len(whole) == 1:
         return (block.row,), (block.rows,)
     *experts, num_rows, columns = whole
@@ -118,7 +118,7 @@ def _check_read_once(weight: Weight, found: Iterable[Block], shapes: Sequence[Sh
 
 
 def _check_written_once(chunks: Iterable[Chunk]) -> None:
-    """Chunks have whole rows, so each is a run of the elements of its key in their order."""
+    """Chunks have whole rows, so each is a run of the elements of one key in their order."""
     by_key: dict[str, list[Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_key[chunk.key].append(chunk)
@@ -130,7 +130,7 @@ def _check_written_once(chunks: Iterable[Chunk]) -> None:
 
 
 def _position(chunk: Chunk) -> int:
-    """Of its first element among those of the key."""
+    """The place of the chunk's first element among the elements of the key."""
     position = 0
     for offset, size in zip(chunk.offset, chunk.whole, strict=True):
         position = position * size + offset

@@ -64,7 +64,7 @@ def huggingface_logits(path: Path, prompts: list[Tensor], *, trust_remote_code: 
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
     ).eval()
     with torch.no_grad():
-        if score:  # its own forward pass gives the score of the last token alone
+        if score:  # the model's own forward pass scores the last token alone
             return torch.cat([model.score(model.base_model(prompt[None])[0])[0] for prompt in prompts])
         return torch.cat([model(prompt[None]).logits[0] for prompt in prompts])
 
@@ -93,7 +93,7 @@ def packed_micro_batch(prompts: list[Tensor], device: torch.device) -> MicroBatc
     return MicroBatch(
         input_ids=torch.cat(prompts).to(device),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        packed=PackedSequences.of(lengths, device),
+        packed=PackedSequences.from_lengths(lengths, device),
         rows=tokens.to(device),
         where=tokens,
         targets=tokens.to(device),

@@ -5,7 +5,7 @@
     hybridflow convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
     hybridflow convert show           models/math-7B
 
-A critic starts from a model with a value head in place of its language model head:
+A critic starts from a model with a value head in place of the language model head:
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
 
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 
 if TYPE_CHECKING:
     from hybridflow.convert.processes import Processes
@@ -133,9 +133,7 @@ def _show(options: argparse.Namespace, processes: "Processes", console: Console 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("tools.convert", __doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_to_megatron(commands)

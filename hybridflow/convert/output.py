@@ -1,7 +1,7 @@
 """A directory that appears whole or not at all.
 
-It is written beside its place under a hidden name, brought to the disk, and renamed at the end. What a killed
-conversion left is removed by the next one to the same place.
+A conversion writes beside the target under a hidden name, brings all to the disk, and renames at the end. What a killed
+conversion left is removed by the next one to the same target.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ class Processes:
         if self.group is not None:
             dist.barrier(group=self.group)
 
-    def gathered(self, lines: list[str]) -> list[str]:
+    def gather(self, lines: list[str]) -> list[str]:
         """The lines of all processes, on each of them."""
         if self.group is None:
             return lines
@@ -41,7 +41,7 @@ class Processes:
         return [line for some in every for line in some]
 
     def tell_first(self, error: BaseException) -> None:
-        """Report an error before what others still need is removed; they, and this process at its end, stay silent."""
+        """Report an error before what others still need is removed; others stay silent, as does this process later."""
         if self.group is not None and isinstance(error, Exception):
             report(error)
 

@@ -1,7 +1,7 @@
 """Is every tensor of a checkpoint accounted for?
 
-The table of weights says which tensors the model of config.json has. Each must be there once, with its shape, and what
-else is there must be known to be no weight; otherwise a conversion stops before it writes anything.
+The table of weights says which tensors the model of config.json has. Each must be there once, in the right shape. Any
+other tensor must be known to be no weight. Otherwise a conversion stops before it writes anything.
 """
 
 import re
@@ -28,7 +28,7 @@ DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin
 
 @dataclass(frozen=True)
 class Survey:
-    """What a checkpoint holds, by HuggingFace names, against what its config.json asks for."""
+    """What a checkpoint holds, by HuggingFace names, against what config.json asks for."""
 
     files: CheckpointFiles
     spec: ModelSpec

@@ -43,7 +43,7 @@ def to_huggingface(
     processes: Processes = ALONE,
     console: Console | None = None,
 ) -> None:
-    """Write `target`, its tensors in `dtype` if given.
+    """Write `target`, with tensors in `dtype` if given.
 
     Collective over `processes`. Errors: CheckpointError; `target` is then as it was before.
     """
@@ -99,7 +99,7 @@ def read_cast(files: CheckpointFiles, name: str, *, infos: Mapping[str, TensorIn
     if dtype == files.tensors[name].dtype:
         return files.read(name, shape)
     cast = torch.empty(shape, dtype=dtype)
-    for rows in row_pieces(files.tensors[name]):  # the whole tensor is held once, in its new dtype
+    for rows in row_pieces(files.tensors[name]):  # the whole tensor is held once, in the new dtype
         piece = files.read(name, shape, rows)
         cast[rows] = piece
         if num_infinite(cast[rows]) != num_infinite(piece):

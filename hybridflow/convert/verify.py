@@ -38,7 +38,7 @@ def verify(one: Path, other: Path, *, processes: Processes = ALONE, console: Con
             places = (first.files, name), (second.files, name)
             if found := first_difference(*places, a[name], compared=progress.advance):
                 unequal.append(f"{name}: {found}")
-        differences += processes.gathered(unequal)
+        differences += processes.gather(unequal)
     _report(surveys, len(common), total, differences, console)
     return differences
 
@@ -52,10 +52,10 @@ def huggingface_first(one: Path, other: Path) -> tuple[Path, Path]:
 
 def _of_specs(one: Survey, other: Survey) -> list[str]:
     """What config.json says of the model; not what it says of generation, or of the software that wrote it."""
-    told = [field for field in fields(ModelSpec) if field.name not in ("path", "num_prediction_layers")]  # left out
+    compared = [field for field in fields(ModelSpec) if field.name not in ("path", "num_prediction_layers")]
     return [
         f"config.json: {field.name} is {a!r} and {b!r}"
-        for field in told
+        for field in compared
         if (a := getattr(one.spec, field.name)) != (b := getattr(other.spec, field.name))
     ]
 

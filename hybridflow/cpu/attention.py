@@ -1,4 +1,4 @@
-"""Core attention on a CPU: by the kernels in C; where there are none, what torch has there for its log-sum-exps.
+"""Core attention on a CPU: by the kernels in C; where there are none, what torch has there for log-sum-exps.
 
 `models.layer_specs` opens this door.
 """
@@ -58,7 +58,7 @@ def _items(lengths: tuple[int, ...], start: int, middle: int, stop: int, groups:
     responses = iter([x for x in stretches if middle <= x[0] < stop])
     together = [[next(prompts), *islice(responses, len(followers))] for _, followers in groups]
     alone = [x for x in stretches if not start <= x[0] < stop]
-    return Items.of(alone, together)
+    return Items.from_stretches(alone, together)
 
 
 class RotateInC(torch.autograd.Function):

@@ -53,7 +53,7 @@ class SumAndNormFunction(torch.autograd.Function):
 class SwiGLUFunctionInC(torch.autograd.Function):
     """silu(gate) up of [gate; up].
 
-    The gradients are written over gate and up where these are nobody's but the graph's. autograd is told, and refuses a
+    The gradients are written over gate and up where these are nobody's but the graph's. autograd knows, and refuses a
     second backward pass.
     """
 
@@ -143,11 +143,11 @@ class TurningHeads(_Attention):
 
 
 class TurnedHeads(torch.autograd.Function):
-    """Queries, keys and values of a projection; the first two are turned in its memory.
+    """Queries, keys and values of a projection; the first two are turned in the projection's memory.
 
-    mixed: (t, groups, queries of a group + 2, head_dim), of each group its queries, its key and its value; dense, and
+    mixed: (t, groups, queries of a group + 2, head_dim), of each group the queries, the key and the value; dense, and
     read by nobody else. Attention then keeps this memory alone for the backward pass, but for queries of several
-    groups, which are put side by side; its gradient is written in one pass. (t, heads, head_dim) each.
+    groups, which are put side by side; the gradient is written in one pass. (t, heads, head_dim) each.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The memory of another process of this host, read where it lies: process_vm_readv(2), for ranks on CPUs.
 
 The reader copies once, as many pieces as it likes; a message is copied twice, and wakes threads on both sides. Linux
-lets a process read those of its own user. Where Yama allows it to their ancestors alone (Ubuntu), each process names
-its parent, torchrun's agent, whose descendants are trusted as well. What is not allowed is found by trying.
+lets a process read those of the same user. Where Yama allows it to their ancestors alone (Ubuntu), each process names
+the parent, torchrun's agent, whose descendants are trusted as well. What is not allowed is found by trying.
 """
 
 import ctypes
@@ -18,7 +18,6 @@ from torch import Tensor
 
 PR_SET_PTRACER = 0x59616D61
 MAX_RUNS, MAX_BYTES = 1024, 1 << 30  # of a call: IOV_MAX, and half of what Linux reads at most
-FIELDS = 4  # of an introduction
 
 _probe = ctypes.c_int64(secrets.randbits(62) + 1)
 
@@ -36,7 +35,7 @@ class PeerRectangle:
 
 
 def introduction() -> Tensor:
-    """(FIELDS,) int64: of which host and of which processes there, which process, and where it has which number.
+    """(4,) int64: of which host and of which processes there, which process, and where it has which number.
 
     Whoever is given this may try to read.
     """
@@ -60,7 +59,7 @@ def can_read(introduction: Tensor) -> bool:
 def read(process: int, pieces: Sequence[PeerRectangle]) -> None:
     """Copy all pieces out of the memory of `process`, which leaves it as it is meanwhile.
 
-    Errors: RuntimeError, worded as that of a lost connection: the process is gone, or its memory is.
+    Errors: RuntimeError, worded as that of a lost connection: the process or the process's memory is gone.
     """
     for piece in pieces:
         x = piece.target if piece.target.dim() == 2 else piece.target.unsqueeze(0)

@@ -1,11 +1,11 @@
 """Conversations as texts, by the tokenizer's chat template, and which characters of them the assistant says.
 
-    rendered(messages, template, "a.jsonl, line 3: messages")[0].spans
+    render_chats(messages, template, "a.jsonl, line 3: messages")[0].spans
 
 The template may mark them itself, by {% generation %}. Otherwise what comes before a message of the assistant, with the
 prompt to generate, has to be the beginning of the conversation through that message, and this the beginning of the
 whole; the message is what lies between. Where a template renders the past in another way than the present (as one that
-leaves out earlier thinking does), each message is a sequence of its own, with the past as it is at that turn: what a
+leaves out earlier thinking does), each message is one sequence, with the past as it is at that turn: what a
 run generates from. `data.assistant_turns` chooses: auto, together, or each.
 """
 
@@ -22,9 +22,9 @@ from hybridflow.data.messages import Message, counts
 from hybridflow.data.rows import RowError, shown
 from hybridflow.data.templates import ChatTemplate
 
-RENDER: Any = render_jinja_template  # its annotation says that it gives a text
+RENDER: Any = render_jinja_template  # annotated as a function that gives a text
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NOT_TOLD_APART = "not told apart"
+UNCLEAR_TURN = "not told apart"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rendered:
     spans: tuple[tuple[int, int], ...]  # characters, [start, end), that count
 
 
-def rendered(
+def render_chats(
     messages: Sequence[Message],
     template: ChatTemplate,
     field: str,
@@ -62,7 +62,7 @@ def rendered(
     try:
         return [_by_prefix(messages, template, field, said, arguments)]
     except RowError as error:
-        if turns == "together" or error.reason != NOT_TOLD_APART:
+        if turns == "together" or error.reason != UNCLEAR_TURN:
             raise
         return _each(messages, template, field, said, arguments)
 
@@ -95,7 +95,7 @@ def _by_marks(
 ) -> Rendered:
     try:
         texts, spans = RENDER(
-            [template.written(messages)],
+            [template.as_read(messages)],
             chat_template=template.source(field, arguments.get("tools")),
             return_assistant_tokens_mask=True,
             **template.tokenizer.special_tokens_map,
@@ -129,7 +129,7 @@ def _by_prefix(
     for i in said:
         span, through = _turn(messages, template, field, i, arguments)
         if not whole.startswith(through):
-            raise _not_told_apart(field, i, "the conversation up to it otherwise once more messages follow")
+            raise _unclear_turn(field, i, "the conversation up to it otherwise once more messages follow")
         spans.append(span)
     return _cut(Rendered(whole, tuple(spans)), template)
 
@@ -158,16 +158,16 @@ def _turn(
     through = template.whole(messages[: number + 1], field, arguments)
     if not through.startswith(before):
         what = f"the message otherwise than it lets a run begin one, {shown(before[-40:])}"
-        raise _not_told_apart(field, number, what)
+        raise _unclear_turn(field, number, what)
     said = _without_tail(through[len(before) :], template.tokenizer)
     return (len(before), len(before) + len(said)), through
 
 
-def _not_told_apart(field: str, number: int, what: str) -> RowError:
+def _unclear_turn(field: str, number: int, what: str) -> RowError:
     return RowError(
         f"{field}[{number}]: which tokens are the assistant's cannot be told: the chat template renders {what}; give "
         f"the tokenizer a template with {{% generation %}} marks",
-        NOT_TOLD_APART,
+        UNCLEAR_TURN,
     )
 
 

@@ -1,4 +1,4 @@
-"""What follows a turn of the model in a conversation, as tokens of its own: nothing sampled is encoded again.
+"""The tokens that follow a turn of the model in a conversation: nothing sampled is encoded again.
 
     continuations.tokens(messages, answers, fields, ended=end_id)     # of "\n<|im_start|>user\nno<|im_end|>\n..."
 
@@ -10,13 +10,14 @@ all that was answered: a message that the template leaves out, or writes before 
 """
 
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hybridflow.data.message_parts import first_left_out
 from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.rows import RowError
-from hybridflow.data.said_parts import first_left_out
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.data.tokenizers import is_special
 from hybridflow.data.turn_ends import Behind, TurnEnds
@@ -26,12 +27,13 @@ EarlierTurns = Literal["refuse", "keep", "branch"]
 SAID = "hybridflow"  # what the assistant says where a template is tried
 THOUGHT = f"<think>\n{SAID}\n</think>\n\n{SAID}"
 WHERE = "data.environment"
+WINDOW_FROM, LAST_TURNS = 8, 4  # turns: from so many on the last ones are rendered alone
 ASK, MORE = [{"role": "user", "content": "?"}], [{"role": "user", "content": "!"}]
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Of one template and its arguments. Errors when it is made: ConfigError where the template cannot be used.
+    """Of one template with arguments. `from_template` raises ConfigError where the template cannot be used.
 
     schemas: of the environment's tools. end: a token that ends a turn. earlier_turns: what happens where the template
     renders one in another way. vocab_size: the model knows the tokens below it. turn_ends: see there.
@@ -43,9 +45,10 @@ class Continuations:
     earlier_turns: EarlierTurns
     turn_ends: TurnEnds
     vocab_size: int = sys.maxsize
+    misread: list[str] = field(default_factory=list)  # why a template has to be given whole conversations
 
     @classmethod
-    def of(
+    def from_template(
         cls,
         template: ChatTemplate,
         schemas: Sequence[Mapping[str, Any]],
@@ -89,7 +92,7 @@ class Continuations:
         return {**rest, "tools": [dict(schema) for schema in self.schemas]} if self.schemas else rest
 
     def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "Continuations":
-        """The same where a row has tools of its own."""
+        """The same with the tools of one row."""
         return replace(self, schemas=tuple(schemas))
 
     def opening(self, fields: Mapping[str, Any]) -> str:
@@ -116,16 +119,46 @@ class Continuations:
     def tokens(
         self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: int | None
     ) -> list[int]:
-        """What the environment writes behind the model's last turn, up to the beginning of its next.
+        """What the environment writes behind the model's last turn, up to the beginning of the model's next turn.
 
         through: the conversation, that turn included. ended: the token by which the model has ended the turn; None
         where it has not, and the template's end comes first. Errors: OtherConversation where an earlier turn is
         rendered in another way; RowError as `first_tokens`.
         """
-        behind = self._said_behind(through, answers, self.arguments(fields))
+        arguments = self.arguments(fields)
+        behind = self._said_behind(self._window(through, answers, arguments), answers, arguments)
         ids = self._encoded(behind.text)
         stands_in = behind.has_end or ids[:1] == [ended]
         return ids[1:] if ended is not None and stands_in else ids
+
+    def _window(
+        self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
+    ) -> Sequence[Message]:
+        """As much of a long conversation as the text behind its last turn depends on.
+
+        To render all of it with each turn would be work that grows with the square. With turns 8, 16, 32, ... all is
+        rendered, and compared: a template that looks further back is given whole conversations from then on. Errors:
+        RowError where earlier turns of the row were rendered without what such a template reads.
+        """
+        window, turns = recent(through), _num_turns(through)
+        if len(window) == len(through) or self.misread:
+            return through
+        if turns.bit_count() > 1:
+            return window
+        if self._behind_or_none(window, answers, arguments) != self._behind_or_none(through, answers, arguments):
+            self.misread.append(f"turn {turns} depends on more than the last turns")
+            if turns > WINDOW_FROM:
+                raise RowError("the chat template renders a turn by messages far back: later rows are whole", "window")
+        return through
+
+    def _behind_or_none(
+        self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
+    ) -> Behind | None:
+        """None: another conversation."""
+        try:
+            return self._behind(through, answers, arguments)
+        except OtherConversation:
+            return None
 
     def _said_behind(
         self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
@@ -136,7 +169,7 @@ class Continuations:
         def render(marked: list[Message]) -> str:
             return self._behind(marked[: len(through)], marked[len(through) :], arguments).text
 
-        written = self.template.written(messages)
+        written = self.template.as_read(messages)
         part = first_left_out(found.text, written, render, first=len(through))
         if part is None:
             return found
@@ -147,10 +180,10 @@ class Continuations:
 
     def _behind(self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]) -> Behind:
         if self.earlier_turns == "keep":
-            return self.turn_ends.behind_kept(through, answers, arguments)
+            return self.turn_ends.text_behind_kept(through, answers, arguments)
         if self.earlier_turns == "branch" and not self.turn_ends.begins_as_a_run(through, arguments):
             raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
-        found = self.turn_ends.behind(through, answers, arguments)
+        found = self.turn_ends.text_behind(through, answers, arguments)
         if found is None:
             raise self._rewrites("an earlier turn of the assistant in another way once more messages follow")
         return found
@@ -194,11 +227,29 @@ class Continuations:
         )
 
 
+def _num_turns(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def recent(through: Sequence[Message]) -> list[Message]:
+    """What comes before the first turn, that turn, the one before the last user's message, and the last ones.
+
+    A turn goes with the messages that answer it, so that roles follow each other as in the whole.
+    """
+    starts = [number for number, message in enumerate(through) if message["role"] == "assistant"]
+    if len(starts) < WINDOW_FROM:
+        return list(through)
+    last_user = max((number for number, message in enumerate(through) if message["role"] == "user"), default=0)
+    kept = {0, max(bisect_right(starts, last_user) - 1, 0), *range(len(starts) - LAST_TURNS, len(starts))}
+    ends = [*starts[1:], len(through)]
+    return [*through[: starts[0]], *(each for turn in sorted(kept) for each in through[starts[turn] : ends[turn]])]
+
+
 def _of_next_role(turn_ends: TurnEnds, name: str, ends: Sequence[int]) -> int:
-    """The token with which the next message begins, where the model ends its turn by that. Errors: ConfigError."""
+    """The first token of the next message, where the model ends a turn by this token. Errors: ConfigError."""
     tokenizer = turn_ends.template.tokenizer
     none = f"{WHERE}: the chat template of {name} ends what the assistant says by no special token"
-    behind = turn_ends.behind_kept([*ASK, {"role": "assistant", "content": SAID}], MORE, {})
+    behind = turn_ends.text_behind_kept([*ASK, {"role": "assistant", "content": SAID}], MORE, {})
     ids: list[int] = tokenizer(behind.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids or not is_special(ids[0], tokenizer):
         raise ConfigError(f"{none}, so that a turn cannot be told from what follows")

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from hybridflow.config.hub import first_line
-from hybridflow.data.listing import COMPRESSED, JSON_LINES, chosen, local_files
+from hybridflow.data.listing import COMPRESSED, JSON_LINES, files_of_split, local_files
 from hybridflow.errors import DataError
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")
@@ -125,7 +125,7 @@ def _listed(url: str, key: str) -> tuple[Any, list[str], tuple[str, ...]]:
     if not system.isdir(path):
         return system, [path], ()
     by_name = {PurePosixPath(name).name: name for name in system.ls(path, detail=False) if system.isfile(name)}
-    names, notes = chosen(list(by_name), key, url)
+    names, notes = files_of_split(list(by_name), key, url)
     return system, [by_name[name] for name in names], notes
 
 
@@ -186,11 +186,11 @@ def _expanded(raw: IO[bytes], name: str) -> Iterator[Any]:
 
 def _stream(stream: Any, raw: IO[bytes], file: IO[bytes], what: str, size: int | None) -> None:
     """Copy all of it, and say how far it is where that takes long."""
-    told = time.monotonic()
+    shown = time.monotonic()
     while block := stream.read(BLOCK):
         file.write(block)
-        if time.monotonic() - told > TELL_SECONDS:
-            told, done = time.monotonic(), raw.tell()
+        if time.monotonic() - shown > TELL_SECONDS:
+            shown, done = time.monotonic(), raw.tell()
             share = f"{done / size:.0%} of {size / 1e6:,.0f} MB" if size else f"{done / 1e6:,.0f} MB"
             print(f"{what}: {share}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What must be the same on every rank when a run starts, by its digest: config, code, tokenizer, prompts, models.
+"""Digests of what must be the same on every rank when a run starts: config, code, tokenizer, prompts, models.
 
 check_agreement(run_digests(config, inputs), dist.group.WORLD)
 """
@@ -54,7 +54,7 @@ def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, byt
         "the config": digest_bytes(config.to_yaml().encode()),
         **code_digests(),
         f"the tokenizer of {config.trained_name}.model": tokenizer_digest(Path(config.trained.model)),
-        **{name: its.digest for name, its in rows.items() if its is not None},
+        **{name: examples.digest for name, examples in rows.items() if examples is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
     }
 

@@ -2,7 +2,7 @@
 
 generation_config.json      eos_token_id, one or several
 config.json                 eos_token_id
-the tokenizer               its eos token
+the tokenizer               the eos token
 the chat template           the special token after what the assistant says, where prompts are conversations
 
 A model that learnt a template's turns ends them by the template's token, whatever else the files name.
@@ -29,7 +29,7 @@ class EndTokens:
     by_source: Mapping[str, tuple[int, ...]]
     of_template: int | None
 
-    def told(self, tokenizer: PreTrainedTokenizerBase) -> str:
+    def described(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A line for a person."""
         named = [
             f"{named_tokens([token_id], tokenizer)} by "

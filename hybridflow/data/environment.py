@@ -1,12 +1,12 @@
-"""The environment of a config as a run reads it: the user's code, its processes, and what the template makes of it."""
+"""The environment of a config as a run reads it: the user's code, the processes, and the chat template's part."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.environments.agents import agent_file
 from hybridflow.environments.classes import DescribedClass, described
-from hybridflow.environments.pool import AgentPool, EnvironmentPool
+from hybridflow.environments.pool import AgentPool, EnvironmentPool, name_of
 from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.rewards.pool import Answer
@@ -39,7 +39,10 @@ class EnvironmentInputs:
     group: dist.ProcessGroup | None = None
 
     def first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
-        """What each row begins with, by an instance that ends again, on the group's first rank. Collective over it."""
+        """What each row begins with, by an instance that ends again, on one of the group's ranks.
+
+        Collective over the group.
+        """
         answers = self._answers([row.fields for row in rows])
         return [
             Begun(answer.value["messages"], self.continuations.fields(row.fields), self._not_started)
@@ -54,18 +57,29 @@ class EnvironmentInputs:
         return NotStarted(problem)
 
     def hooks(self, key: str) -> dict[str, Any]:
-        """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
+        """What `load_prompts` takes. Ranks with different files would wait for each other, so a check precedes."""
         group = self.group
         agrees = {} if group is None else {"agrees": lambda digest: check_agreement({key: digest}, group)}
-        return {"first_messages": self.first_messages, **agrees}
+        return {"first_messages": self.first_messages, "start_ahead": self.start_ahead, **agrees}
+
+    def start_ahead(self, rows: Sequence[Row]) -> None:
+        """Begin what `first_messages` asks for next, on this rank."""
+        self.pool.start_ahead([row.fields for row in rows if self._is_own(row.fields)])
+
+    def _is_own(self, columns: Mapping[str, Any]) -> bool:
+        """Whether the row begins on this rank: by the columns, so that a row begins where it was started ahead."""
+        if self.group is None:
+            return True
+        return crc32(name_of(columns).encode()) % dist.get_world_size(self.group) == dist.get_rank(self.group)
 
     def _answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        if self.group is None:
-            return self.pool.first_messages(rows)
-        first = dist.get_rank(self.group) == 0
-        box = [self.pool.first_messages(rows) if first else []]
-        dist.broadcast_object_list(box, group_src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+        own = [number for number, columns in enumerate(rows) if self._is_own(columns)]
+        answers = dict(zip(own, self.pool.first_messages([rows[number] for number in own]), strict=True))
+        if self.group is not None:
+            of_ranks: list[dict[int, Answer]] = [{}] * dist.get_world_size(self.group)
+            dist.all_gather_object(of_ranks, answers, group=self.group)
+            answers = {number: answer for of_rank in of_ranks for number, answer in of_rank.items()}
+        return [answers[number] for number in range(len(rows))]
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ class AgentInputs:
 
 
 def _no_problem(columns: Mapping[str, Any]) -> str:
-    """An agent looks at its columns itself."""
+    """An agent checks columns itself."""
     return ""
 
 
@@ -126,14 +140,14 @@ def environment_inputs(
 
 @dataclass(frozen=True)
 class FoundEnvironment:
-    """file: of the module of the class or agent. tools: their names; an agent tells its own with each request."""
+    """file: of the module of the class or agent. tools: their names; an agent names tools with each request."""
 
     file: str | None
     tools: tuple[str, ...]
 
 
 def check_environment(config: ExperimentConfig) -> FoundEnvironment | None:
-    """What a run would find of the class or agent, its tools and the chat template; None without an environment.
+    """What a run would find of class or agent, tools and chat template; None without an environment.
 
     vLLM's parser of tool calls is not looked for, which takes long to load. Errors: ConfigError, CheckpointError.
     """
@@ -144,7 +158,7 @@ def check_environment(config: ExperimentConfig) -> FoundEnvironment | None:
         number_of_tasks(environment.verifiers, environment.python, environment.arguments)
     if environment.is_agent:
         return FoundEnvironment(agent_file(environment.path, environment.called_with), ())
-    if not path.is_dir():  # which is told of the model
+    if not path.is_dir():  # the check of the model reports this
         found = described(environment.path, environment.arguments)
     else:
         tokenizer = load_tokenizer(path)
@@ -169,5 +183,5 @@ def _continuations(
     schemas: Sequence[Mapping[str, Any]],
 ) -> Continuations:
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
-    template = ChatTemplate(tokenizer, options)
-    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns, ends=ends.ids)
+    template, turns = ChatTemplate(tokenizer, options), config.earlier_turns
+    return Continuations.from_template(template, schemas, ends.of_template, earlier_turns=turns, ends=ends.ids)

@@ -21,7 +21,7 @@ from hybridflow.data.examples import Example
 class PairBatch(RolloutBatch):
     """2 P rows: the chosen completion of pair i is row 2 i, the rejected one row 2 i + 1."""
 
-    margins: PerSequence  # of the pair, at both of its rows
+    margins: PerSequence  # of the pair, at both rows
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,6 @@ def _packed(examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def prompt_and_completion(example: Example, sequence: int) -> tuple[Tensor, Tensor]:
-    """The tokens of one of its sequences before the first that counts, and from there on."""
+    """The tokens of one sequence before the first token that counts, and from there on."""
     ids, length = example.sequences[sequence], example.prompt_lengths[sequence]
     return ids[:length], ids[length:]

@@ -1,4 +1,4 @@
-"""Rows of fixed data as texts: the formats of TRL's and verl's data sets, told apart by the kinds of their fields.
+"""Rows of fixed data as texts: the formats of TRL's and verl's data sets, known by the kinds of their fields.
 
 | kind | fields |
 |---|---|
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridflow.data.chat import Rendered, rendered
+from hybridflow.data.chat import Rendered, render_chats
 from hybridflow.data.messages import Message, check_encodable, is_conversation, is_token_ids, read_messages
 from hybridflow.data.rows import Row, RowError, shown
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
@@ -98,7 +98,7 @@ class _Reader:
         return self._rendered(messages, name, first)
 
     def _rendered(self, messages: Sequence[Message], name: str, first: int) -> tuple[Rendered, ...]:
-        found = tuple(rendered(messages, self.template, self.where(name), fields=self.row.fields, first=first))
+        found = tuple(render_chats(messages, self.template, self.where(name), fields=self.row.fields, first=first))
         for one in found:
             check_encodable(one.text, self.where(name))
         return found

@@ -47,7 +47,7 @@ def _of_chats(chats: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _masked(chat: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> ExampleTokens | Problem:
-    """A token counts where all of its characters do."""
+    """A token counts where all characters of the token do."""
     counts = np.zeros(len(chat.text) + 1, np.int64)
     for start, end in chat.spans:
         counts[start + 1 : end + 1] = 1

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.config.data import DataFiles
 from hybridflow.data.example_texts import ExampleTexts, Kind, example_texts
 from hybridflow.data.example_tokens import ExampleTokens, Problem, no_tokens, tokens
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
@@ -55,7 +55,7 @@ class ExampleDataset:
 
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """In this order; one may appear twice. Errors: DataError for a row that cannot be used."""
-        return self.rows.at(indices)
+        return self.rows.items_at(indices)
 
     def draw(self, order: Order, count: int) -> Drawn[Example]:
         """The next `count` in order: `drawn.items`; rows that are left out are passed over."""
@@ -69,10 +69,6 @@ class ExampleDataset:
     def dropped(self) -> Dropped:
         """Rows that were left out at the start."""
         return self.rows.dropped
-
-    @property
-    def num_dropped(self) -> int:
-        return self.dropped.num_rows
 
 
 def load_examples(
@@ -124,26 +120,26 @@ class _Encoder:
     def encoded(self, rows: Sequence[Row]) -> list[Example | RowError]:
         found = [attempt(self._texts, row) for row in rows]
         made = iter(
-            tokens([one for its in found if isinstance(its, ExampleTexts) for one in its.sequences], self.tokenizer)
+            tokens([one for row in found if isinstance(row, ExampleTexts) for one in row.sequences], self.tokenizer)
         )
         return [
-            its if isinstance(its, RowError) else self._example(its, [next(made) for _ in its.sequences])
-            for its in found
+            row if isinstance(row, RowError) else self._example(row, [next(made) for _ in row.sequences])
+            for row in found
         ]
 
     def _texts(self, row: Row) -> ExampleTexts:
-        return example_texts(named(row, self.columns), self.kind, self.tokenizer, self.template)
+        return example_texts(rename_fields(row, self.columns), self.kind, self.tokenizer, self.template)
 
     def _example(self, texts: ExampleTexts, made: Sequence[ExampleTokens | Problem]) -> Example | RowError:
-        whole = [its for its in made if isinstance(its, ExampleTokens)]
-        for its in made:
-            problem = no_tokens(texts.where, its) if isinstance(its, Problem) else self._problem(texts.where, its.ids)
+        whole = [one for one in made if isinstance(one, ExampleTokens)]
+        for one in made:
+            problem = no_tokens(texts.where, one) if isinstance(one, Problem) else self._problem(texts.where, one.ids)
             if problem is not None:
                 return problem
         return Example(
-            sequences=tuple(torch.tensor(its.ids, dtype=torch.int64) for its in whole),
-            trained=tuple(torch.tensor(its.trained) for its in whole),
-            prompt_lengths=tuple(its.prompt_length for its in whole),
+            sequences=tuple(torch.tensor(one.ids, dtype=torch.int64) for one in whole),
+            trained=tuple(torch.tensor(one.trained) for one in whole),
+            prompt_lengths=tuple(one.prompt_length for one in whole),
             label=texts.label,
             margin=texts.margin,
             repeats_prompt=texts.repeats_prompt,

@@ -14,8 +14,8 @@ TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns that enter the chat t
 RENDERED = (TOOLS, KWARGS)
 
 
-def named(row: Row, columns: Mapping[str, str]) -> Row:
-    """With the fields that `columns` maps (ours: the file's, dots lead into nested ones) under our names.
+def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the fields that `columns` maps (ours: the file's, dots lead into nested ones) under our names.
 
     A field that went by another name is there under the new one alone; what holds nested ones stays. verl's
     reward_model.ground_truth is also there as ground_truth. Errors: RowError that lists what there is.

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from hybridflow.errors import DataError
 
 BLOCK = 4 << 20
-MOST_DIGESTED = 1 << 30  # bytes of a file; of a larger one the digest is of its size and of blocks here and there
+MOST_DIGESTED = 1 << 30  # bytes of a file; the digest of a larger file is of the size and of some blocks
 NUM_SAMPLED = 64
 
 
@@ -29,7 +29,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def stamp(file: BinaryIO) -> tuple[int, int]:
-    """What tells whether a file is the one it was: its size and when it was last written."""
+    """What shows whether a file has changed: the size, and when the file was last written."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -43,7 +43,7 @@ def check_unchanged(path: Path, file: BinaryIO, was: tuple[int, int]) -> None:
 
 
 def content_digest(file: BinaryIO, size: int) -> bytes:
-    """Of all bytes; of a file of more than MOST_DIGESTED, of its size and blocks at equal distances, the last included.
+    """Of all bytes; of a file above MOST_DIGESTED, of the size and blocks at equal distances, the last included.
 
     A hash of 10 GB takes longer than all else that happens before a run begins.
     """

@@ -11,11 +11,11 @@ from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
-from hybridflow.data.left_out import left_out
+from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import of_examples, taught_end
+from hybridflow.data.understood import example_summary, taught_end
 from hybridflow.errors import DataError
 
 
@@ -37,12 +37,12 @@ class FixedInputs:
             line
             for key, rows in (("data.train", self.train), ("data.heldout", self.heldout))
             if rows is not None
-            for line in left_out(key, rows.rows, "rows longer than data.max_length")
+            for line in left_out_lines(key, rows.rows, "rows longer than data.max_length")
         ]
 
     def understood(self, config: FixedDataConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
-        return [*of_examples(config, self.train, self.tokenizer), *self.tokenizers]
+        return [*example_summary(config, self.train, self.tokenizer), *self.tokenizers]
 
     def end_token_ids(self, config: FixedDataConfig, vocab_size: int) -> tuple[int, ...]:
         """Those that the trained model ends a response with: the directory's, and the one that the rows teach."""

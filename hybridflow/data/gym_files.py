@@ -26,7 +26,7 @@ from hybridflow.errors import DataError, RewardError
 from hybridflow.rewards.probe import asked, serve
 
 PACKAGE = "reasoning-gym"
-FORM = 1  # of the rows; another one has files of its own
+FORM = 1  # of the rows; another form has other files
 
 
 def rows_of_task(task: TaskConfig, system_prompt: str | None, key: str) -> Path:
@@ -68,9 +68,9 @@ def _make(made_from: Mapping[str, Any], file: Path, key: str) -> None:
     os.close(handle)
     try:
         wanted = [made_from["name"], {**made_from, "file": part}]
-        [told] = asked("hybridflow.data.gym_files", [wanted], "reasoning-gym task", seconds=None)
-        if told["problem"]:
-            raise DataError(f"{key}.{told['problem']}")
+        [answer] = asked("hybridflow.data.gym_files", [wanted], "reasoning-gym task", seconds=None)
+        if answer["problem"]:
+            raise DataError(f"{key}.{answer['problem']}")
         Path(part).replace(file)
     except RewardError as error:
         raise DataError(f"{key}: {error}") from error
@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def _entries(name: str, given: Mapping[str, Any]) -> Any:
-    """The task's data set. Errors: DataError where there is no such task, or its config is not what it takes."""
+    """The task's data set. Errors: DataError where there is no such task, or the task does not take the config."""
     import dataclasses
     import difflib
 

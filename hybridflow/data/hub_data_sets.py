@@ -1,10 +1,10 @@
-"""Data sets by their name on the HuggingFace Hub, fetched by `datasets` as Arrow files into its cache.
+"""Data sets by their name on the HuggingFace Hub. `datasets` fetches them as Arrow files into a cache.
 
     fetch_data_set(source, "data.train")     where a run begins: what is missing is fetched
     files_of_data_set(source, "data.train")  the files there
 
 A note beside them says which files a source has. Without network, what has been fetched for the same source is read;
-`datasets` alone would take whichever revision its cache has.
+`datasets` alone would take any revision in the cache.
 """
 
 import hashlib

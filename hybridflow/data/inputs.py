@@ -12,13 +12,13 @@ from hybridflow.config.data import DataConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
-from hybridflow.data.left_out import left_out
+from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import of_prompts
+from hybridflow.data.understood import prompt_summary
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.specs import pool_specs
@@ -43,22 +43,22 @@ class Inputs:
         """What to say where no response of an iteration has an end token."""
         return (
             f"warning: iteration {iteration}: all {num_responses} responses are cut at sampling.max_response_length = "
-            f"{sampling.max_response_length} tokens: none has an end token ({self.ends.told(self.tokenizer)})"
+            f"{sampling.max_response_length} tokens: none has an end token ({self.ends.described(self.tokenizer)})"
         )
 
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""
-        told = [
+        lines = [
             line
             for key, prompts in (("data.train", self.train), ("data.heldout", self.heldout))
             if prompts is not None
-            for line in left_out(key, prompts.rows, "prompts longer than data.max_prompt_length")
+            for line in left_out_lines(key, prompts.rows, "prompts longer than data.max_prompt_length")
         ]
-        return [*told, *([] if self.ending is None else [self.ending])]
+        return [*lines, *([] if self.ending is None else [self.ending])]
 
     def understood(self, config: ExperimentConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
-        return [*of_prompts(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
+        return [*prompt_summary(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
 
 
 def load_inputs(
@@ -85,7 +85,7 @@ def load_inputs(
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends.ids, path),
         tokenizers=tokenizer_notes(config, tokenizer),
-        texts=ResponseTexts.of(
+        texts=ResponseTexts.from_tokenizer(
             tokenizer,
             (*ends.ids, *config.sampling.stop_token_ids),
             special_tokens=config.reward.special_tokens if config.reward is not None else "content",

@@ -1,4 +1,4 @@
-"""A file that is one JSON array of objects: its rows are found at the start, one is parsed when it is asked for.
+"""A file that is one JSON array of objects: rows are found at the start, and a row is parsed on request.
 
     file = JsonArray(Path("train.json"))
     [first, other] = file.rows_at([0, 7])
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridflow.data.files import BLOCK, check_unchanged, content_digest, opened, stamp
-from hybridflow.data.json_lines import parsed
-from hybridflow.data.rows import Row, RowError, shown
+from hybridflow.data.json_lines import row_of
+from hybridflow.data.rows import Row, shown
 from hybridflow.errors import DataError
 
 STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -34,7 +34,7 @@ class JsonArray:
         with opened(path) as file:
             self._stamp = stamp(file)
             self.num_bytes = self._stamp[0]
-            # closed with its last user: an error on its way out still refers to it
+            # closed with the last user: an error that is being raised still refers to the file
             self._places = _find_rows(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             self.digest = content_digest(file, self.num_bytes)
             check_unchanged(path, file, self._stamp)
@@ -56,14 +56,7 @@ class JsonArray:
                 file.seek(start)
                 texts.append(file.read(end - start))
             check_unchanged(self.path, file, self._stamp)
-        return [self._row(number, text) for number, text in zip(numbers, texts, strict=True)]
-
-    def _row(self, number: int, text: bytes) -> Row:
-        where = f"{self.path}, row {number + 1}"
-        try:
-            return Row(where, parsed(text, where))
-        except RowError as error:
-            return Row(where, {}, error)
+        return [row_of(text, f"{self.path}, row {i + 1}") for i, text in zip(numbers, texts, strict=True)]
 
 
 def begins_as_array(path: Path) -> bool:

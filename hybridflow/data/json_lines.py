@@ -1,4 +1,4 @@
-"""A JSON-lines file: its lines are found at the start, by their ends alone; a row is parsed when it is asked for.
+"""A JSON-lines file: lines are found at the start, by their ends alone; a row is parsed on request.
 
     file = JsonLines(Path("train.jsonl"))
     [first, other] = file.rows_at([0, 7])
@@ -22,7 +22,7 @@ NEWLINE, RETURN, BRACE = b"\n"[0], b"\r"[0], b"{"[0]
 
 
 class JsonLines:
-    """The rows of a file: its lines that are not blank. Errors: DataError where it cannot be read."""
+    """The rows of a file: lines that are not blank. Errors: DataError where the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,20 +50,13 @@ class JsonLines:
         with opened(self.path) as file:
             found = [self._line(file, line) for line in lines]
             check_unchanged(self.path, file, self._stamp)
-        return [self._row(line, text) for line, text in zip(lines, found, strict=True)]
+        return [row_of(text, f"{self.path}, line {line + 1}") for line, text in zip(lines, found, strict=True)]
 
     def _line(self, file: BinaryIO, line: int) -> bytes:
         start, end = self._starts[line : line + 2].tolist()
         file.seek(start)
         text = file.read(end - start)
         return text.removeprefix(b"\xef\xbb\xbf") if start == 0 else text  # a byte order mark
-
-    def _row(self, line: int, text: bytes) -> Row:
-        where = f"{self.path}, line {line + 1}"
-        try:
-            return Row(where, parsed(text, where))
-        except RowError as error:
-            return Row(where, {}, error)
 
 
 def _find_lines(file: BinaryIO) -> tuple[Places, Places]:
@@ -108,6 +101,13 @@ def _ends(block: bytes, codes: npt.NDArray[np.uint8]) -> Places:
 
 def _decoded(text: bytes) -> str:
     return text.decode(errors="replace")
+
+
+def row_of(text: bytes, where: str) -> Row:
+    try:
+        return Row(where, parsed(text, where))
+    except RowError as error:
+        return Row(where, {}, error)
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:

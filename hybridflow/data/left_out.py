@@ -6,7 +6,7 @@ from typing import Any
 from hybridflow.data.usable import Dropped, UsableRows
 
 
-def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
+def left_out_lines(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
     """Of a file, at the start: how files were chosen, a line for rows that are too long, one for rows that cannot be
     used; or what is still unknown.
 
@@ -39,11 +39,11 @@ def dropped_metrics(
     """
     found = {}
     if overlong == "drop":
-        found["data/dropped_overlong"] = float(sum(its.num_overlong for its in dropped))
+        found["data/dropped_overlong"] = float(sum(each.num_overlong for each in dropped))
     if bad_rows == "drop":
-        found["data/dropped_bad"] = float(sum(its.num_bad for its in dropped))
+        found["data/dropped_bad"] = float(sum(each.num_bad for each in dropped))
     if begins:
-        found["data/dropped_not_started"] = float(sum(its.num_not_started for its in dropped))
+        found["data/dropped_not_started"] = float(sum(each.num_not_started for each in dropped))
     return found
 
 

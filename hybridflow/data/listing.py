@@ -1,6 +1,6 @@
 """Which files a path names: a file, a directory of files, one split of a directory, or a pattern.
 
-chosen(["train-0.parquet", "test-0.parquet"], "data.train", "gsm/main")     the first, and a line that says so
+files_of_split(["train-0.parquet", "test-0.parquet"], "data.train", "gsm/main")     the first, and a line that says so
 """
 
 import glob
@@ -29,14 +29,14 @@ MOST_SHOWN = 10  # names in one message
 def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
     """The files, and what a person should know of the choice. A file is itself, whether it is there or not.
 
-    A directory saved by `datasets` has its own order. Errors: DataError for a directory without data files, or with
+    A directory saved by `datasets` has an order already. Errors: DataError for a directory without data files, or with
     splits that `key` does not choose between; for a pattern that nothing matches.
     """
     if path.is_dir():
         saved = saved_files(path, key)
         if saved is not None:
             return saved, ()
-        names, notes = chosen([file.name for file in path.iterdir() if file.is_file()], key, str(path))
+        names, notes = files_of_split([file.name for file in path.iterdir() if file.is_file()], key, str(path))
         return [path / name for name in names], notes
     if glob.has_magic(str(path)) and not path.exists():
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
@@ -47,7 +47,7 @@ def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
     return [path], ()
 
 
-def chosen(names: Sequence[str], key: str, directory: str) -> tuple[list[str], tuple[str, ...]]:
+def files_of_split(names: Sequence[str], key: str, directory: str) -> tuple[list[str], tuple[str, ...]]:
     """Of the names in a directory the data files, in order: of one split, where file names tell several.
 
     data.heldout takes the split that is not train's, any other key train's. Errors: DataError as `local_files`.
@@ -61,14 +61,14 @@ def chosen(names: Sequence[str], key: str, directory: str) -> tuple[list[str], t
             f"{to_parquet(Path(directory) / tables[0]) if tables else ''}"
         )
     splits = {name: split_of(name) for name in data}
-    told = sorted({split for split in splits.values() if split is not None})
-    if len(told) < 2:
+    found = sorted({split for split in splits.values() if split is not None})
+    if len(found) < 2:
         return data, ()
-    wanted = [split for split in told if (split == "train") != (key == "data.heldout")]
+    wanted = [split for split in found if (split == "train") != (key == "data.heldout")]
     if len(wanted) != 1:
         raise DataError(
-            f"{key} = {directory}: holds the splits {', '.join(told)} by the names of its files. Name the files of "
-            f"one, such as {directory}/{_pattern(next(name for name in data if splits[name] == (wanted or told)[0]))}"
+            f"{key} = {directory}: holds the splits {', '.join(found)} by the names of its files. Name the files of "
+            f"one, such as {directory}/{_pattern(next(name for name in data if splits[name] == (wanted or found)[0]))}"
         )
     taken = [name for name in data if splits[name] == wanted[0]]
     left = [name for name in data if splits[name] != wanted[0]]

@@ -1,7 +1,7 @@
-"""How a chat template takes what a message has beside its content: reasoning, calls of tools and their ids.
+"""How a chat template takes what a message has beside the content: reasoning, calls of tools and their ids.
 
     form = message_form(tokenizer, template, render)
-    form.written(messages)          # the same messages, as this template reads them
+    form.as_read(messages)          # the same messages, as this template reads them
 
 Templates differ: one reads `reasoning_content` and another `thinking`; one iterates over arguments and another joins
 them as text; one has no place for calls unless the content is null; Mistral's want ids of nine letters and digits. The
@@ -46,7 +46,7 @@ class MessageForm:
     single_call: bool = False
     result_needs_call: bool = False
 
-    def written(self, messages: Sequence[Message]) -> list[Message]:
+    def as_read(self, messages: Sequence[Message]) -> list[Message]:
         """As the template reads them. Messages that it reads as they are stay the same objects."""
         found, open_ids = [], list[str]()  # of calls that no result has answered
         for number, message in enumerate(messages):
@@ -107,7 +107,7 @@ def called_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def short_id(name: str) -> str:
-    """Nine letters and digits; a name of that form is its own id."""
+    """Nine letters and digits; a name of that form is already an id."""
     if len(name) == NUM_LETTERS and all(letter in LETTERS for letter in name):
         return name
     number = int.from_bytes(hashlib.blake2b(str(name).encode(errors="replace"), digest_size=8).digest(), "big")
@@ -115,7 +115,7 @@ def short_id(name: str) -> str:
 
 
 def _result_id(message: Message, open_ids: list[str], number: int) -> str:
-    """Of the call that a message answers; without an id of its own that is the next one."""
+    """The id of the call that a message answers: the message's id, or the next open id."""
     given = message.get("tool_call_id")
     if isinstance(given, str) and given:
         return short_id(given)
@@ -151,7 +151,7 @@ def message_form(tokenizer: PreTrainedTokenizerBase, template: str, render: Call
         result = {"role": "tool", "tool_call_id": short_id(""), "name": "none", "content": MARK}
         alone = shows([USER, said, result], MARK)
         return replace(form, single_call=not _shows_calls(shows, form, 2), result_needs_call=not alone)
-    return replace(plain, reasoning=reasoning)  # which has no calls: who writes some is told
+    return replace(plain, reasoning=reasoning)  # without calls: a conversation with calls is an error
 
 
 USER: Message = {"role": "user", "content": "?"}
@@ -176,4 +176,4 @@ def _shows_calls(shows: Callable[..., bool], form: MessageForm, count: int) -> b
         {"role": "tool", "tool_call_id": f"call_0_{i}", "name": f"{MARK}name{i}", "content": "!"} for i in range(count)
     ]
     talk = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
-    return any(shows(form.written(messages), *marks) for messages in ([*talk, *results], talk))
+    return any(shows(form.as_read(messages), *marks) for messages in ([*talk, *results], talk))

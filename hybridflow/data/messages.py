@@ -17,7 +17,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "obse
 
 
 def is_conversation(value: Any) -> bool:
-    """By its kind alone: a list, not of token ids."""
+    """By the kind of the value alone: a list, not of token ids."""
     return isinstance(value, list) and not is_token_ids(value)
 
 
@@ -90,7 +90,7 @@ def _content(message: Mapping[str, Any], field: str) -> str:
 
 
 def counts(message: Message, field: str) -> bool:
-    """Whether its `weight` says that it is trained on; without one it is."""
+    """Whether a message is trained on: `weight` says so, and a message without `weight` is."""
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):
         raise RowError(f"{field}.weight = {shown(weight)}, expected 0 or 1", "wrong type")

@@ -7,7 +7,7 @@ from hybridflow.data.usable import UsableRows
 
 
 def mixture_lines(key: str, rows: UsableRows[Any], num_rows: int, *, at_least: bool = False) -> list[str]:
-    """A line for each source of a run that takes so many rows from its first iteration on; none without weights.
+    """A line for each source of a run that takes so many rows from the first iteration on; none without weights.
 
     at_least: the run may take more.
     """

@@ -52,9 +52,9 @@ class PromptOrder:
 
 
 class MixedOrder:
-    """Rows of several sources by turns, each in an order of its own that begins anew when its rows are through.
+    """Rows of several sources by turns, each source in one order, which begins anew after the source's last row.
 
-    The turns repeat: of every so many rows each source has its share, evenly spread. lengths: rows of each source,
+    The turns repeat: of every so many rows each source has a share, evenly spread. lengths: rows of each source,
     which lie one after the other. Resumes as PromptOrder does.
     """
 

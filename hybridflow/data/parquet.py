@@ -3,8 +3,8 @@
     file = Parquet(Path("train.parquet"))
     [first, other] = file.rows_at([0, 7])
 
-One row costs the reading of its group, so shuffled files do best with groups of some thousand rows, as data sets are
-published. pyarrow takes 60 MB in each process: this module is imported where there is such a file.
+One row costs the reading of a whole group, so shuffled files do best with groups of some thousand rows, the size that
+is usual. pyarrow takes 60 MB in each process: this module is imported where there is such a file.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Parquet:
         with opened(self.path) as file:
             check_unchanged(self.path, file, self._stamp)
             for group in sorted(set(groups)):
-                wanted = [number for number, its in zip(numbers, groups, strict=True) if its == group]
+                wanted = [number for number, home in zip(numbers, groups, strict=True) if home == group]
                 found |= zip(wanted, self._of_group(group, wanted), strict=True)
         return [found[number] for number in numbers]
 

@@ -1,4 +1,4 @@
-"""A row's prompt, as a text or as token ids, and its columns."""
+"""A row's prompt, as a text or as token ids, and the row's columns."""
 
 import json
 from dataclasses import dataclass

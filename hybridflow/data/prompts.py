@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.data import DataFiles
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
@@ -59,15 +59,18 @@ FirstMessages = Callable[[Sequence[Row]], list[Begun | RowError]]
 @dataclass(frozen=True)
 class DrawnPrompts:
     batch: PromptBatch
-    numbers: tuple[int, ...]  # of its prompts in the data set
+    numbers: tuple[int, ...]  # of the batch's prompts in the data set
     dropped: Dropped  # rows that were passed over
 
 
 class PromptDataset:
     """Prompts of files; see `usable` for what is checked when."""
 
-    def __init__(self, rows: UsableRows[Prompt], column_names: Sequence[str]) -> None:
-        self.rows, self.column_names = rows, tuple(column_names)
+    def __init__(
+        self, rows: UsableRows[Prompt], column_names: Sequence[str], start_ahead: Callable[[Sequence[Row]], None] | None
+    ) -> None:
+        """start_ahead: of an environment, for the rows of the next draw."""
+        self.rows, self.column_names, self._start_ahead = rows, tuple(column_names), start_ahead
         self._begun: dict[int, Prompt] = {}  # of the last draws, in case that an environment does not begin one again
 
     def __len__(self) -> int:
@@ -81,7 +84,7 @@ class PromptDataset:
 
         Errors: DataError if the file is no longer what it was when it was loaded.
         """
-        found = self.rows.found(indices)
+        found = self.rows.items_or_errors_at(indices)
         known = [
             self._begun.get(number, item) if isinstance(item, NotStarted) else item
             for number, item in zip(indices, found, strict=True)
@@ -93,7 +96,7 @@ class PromptDataset:
 
     def all_that_start(self) -> PromptBatch:
         """All prompts but those that an environment does not begin now. Errors: DataError where none is left."""
-        found = self.rows.found(range(len(self)))
+        found = self.rows.items_or_errors_at(range(len(self)))
         wrong = [item for item in found if isinstance(item, RowError)]
         started = [item for item in found if not isinstance(item, RowError)]
         for error in wrong:
@@ -109,6 +112,11 @@ class PromptDataset:
             self._begun = dict(kept) | dict(zip(drawn.numbers, drawn.items, strict=True))
         return DrawnPrompts(self._packed(drawn.items), tuple(drawn.numbers), drawn.dropped)
 
+    def start_ahead(self, order: Order, count: int) -> None:
+        """Let an environment begin the rows that `draw` looks at first the next time."""
+        if self._start_ahead is not None:
+            self._start_ahead(self.rows.rows_ahead(order, count))
+
     @property
     def nbytes(self) -> int:
         """Of memory, for all that grows with the number of prompts."""
@@ -122,10 +130,6 @@ class PromptDataset:
     def dropped(self) -> Dropped:
         """Rows that were left out at the start."""
         return self.rows.dropped
-
-    @property
-    def num_dropped(self) -> int:
-        return self.dropped.num_rows
 
     def _packed(self, prompts: Sequence[Prompt]) -> PromptBatch:
         return PromptBatch(
@@ -152,12 +156,13 @@ def load_prompts(
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
     first_messages: FirstMessages | None = None,
+    start_ahead: Callable[[Sequence[Row]], None] | None = None,
     agrees: Callable[[bytes], None] = lambda digest: None,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
     Args:
-        prompt_key: the key of a row that holds its prompt.
+        prompt_key: the key of a row that holds the prompt.
         chat_template: the prompt is a list of messages, or the text of one of the user's, rendered by the tokenizer's
             chat template.
         max_length: tokens a prompt may have, special tokens included.
@@ -168,6 +173,7 @@ def load_prompts(
         template: what enters the chat template beside a row.
         key: that of the config, for messages.
         first_messages: of an environment, which begins the conversation of a row; then all of a row are columns.
+        start_ahead: of that environment, which may begin the rows of the next draw already.
         agrees: is given the digest of the files before rows are looked at, and may raise.
 
     Raises:
@@ -187,7 +193,9 @@ def load_prompts(
     if encoder.first is None:  # nobody has looked at a row yet
         rows.draw(PromptOrder(len(rows), 0, False), 1)
     assert encoder.first is not None, "a row that can be used has columns"
-    return PromptDataset(rows, tuple(encoder.first.columns))
+    return PromptDataset(
+        rows, tuple(encoder.first.columns), None if start_ahead is None else encoder.started(start_ahead)
+    )
 
 
 def _why_none(dropped: Dropped, max_length: int) -> str:
@@ -213,46 +221,58 @@ class _Encoder:
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
         found = [attempt(self._text, row) for row in rows] if self.first_messages is None else self._begun(rows)
         tokens = iter(
-            self._tokens([its.text for its in found if isinstance(its, PromptText) and its.token_ids is None])
+            self._tokens([row.text for row in found if isinstance(row, PromptText) and row.token_ids is None])
         )
         return [
-            its if isinstance(its, RowError) else self._prompt(its, next(tokens) if its.token_ids is None else None)
-            for its in found
+            row if isinstance(row, RowError) else self._prompt(row, next(tokens) if row.token_ids is None else None)
+            for row in found
         ]
 
+    def started(self, start_ahead: Callable[[Sequence[Row]], None]) -> Callable[[Sequence[Row]], None]:
+        """With rows as `first_messages` has them."""
+
+        def start(rows: Sequence[Row]) -> None:
+            start_ahead([row for row in self._named(rows) if isinstance(row, Row)])
+
+        return start
+
+    def _named(self, rows: Sequence[Row]) -> list[Row | RowError]:
+        return [attempt(lambda row: rename_fields(row, self.columns), row) for row in rows]
+
     def _begun(self, rows: Sequence[Row]) -> list[PromptText | RowError]:
-        """The conversations that an environment begins, all of a row as its columns."""
+        """The conversations that an environment begins, with all of the rows as columns."""
         assert self.first_messages is not None and self.template is not None, "an environment needs a template"
-        given = [attempt(lambda row: named(row, self.columns), row) for row in rows]
+        given = self._named(rows)
         there = [row for row in given if isinstance(row, Row)]
         begun = iter(self.first_messages(there))
         return [row if isinstance(row, RowError) else attempt(self._begun_text, (row, next(begun))) for row in given]
 
-    def _begun_text(self, begun: tuple[Row, Begun | RowError]) -> PromptText:
-        row, its = begun
-        if isinstance(its, RowError):
-            raise its
+    def _begun_text(self, started: tuple[Row, Begun | RowError]) -> PromptText:
+        row, begun = started
+        if isinstance(begun, RowError):
+            raise begun
         assert self.template is not None, "an environment needs a template"
-        if its.messages is None:
+        if begun.messages is None:
             text = PromptText(row.where, "", [], dict(row.fields))
         else:
-            text = PromptText(row.where, self._rendered(row, its, its.messages), None, dict(row.fields), its.messages)
+            rendered = self._rendered(row, begun, begun.messages)
+            text = PromptText(row.where, rendered, None, dict(row.fields), begun.messages)
         self.first = self.first or text
         check_same_columns(self.first, text)
         return text
 
-    def _rendered(self, row: Row, its: Begun, messages: list[Message]) -> str:
+    def _rendered(self, row: Row, begun: Begun, messages: list[Message]) -> str:
         assert self.template is not None, "an environment needs a template"
         where = f"{row.where}: data.environment"
         try:
-            text = self.template.prompt(messages, its.fields, where)
+            text = self.template.prompt(messages, begun.fields, where)
             check_encodable(text, where)
         except RowError as error:
-            raise its.failed(str(error)) from error
+            raise begun.failed(str(error)) from error
         return text
 
     def _text(self, row: Row) -> PromptText:
-        text = prompt_text(named(row, self.columns), self.prompt_key, self.template)
+        text = prompt_text(rename_fields(row, self.columns), self.prompt_key, self.template)
         self.first = self.first or text
         check_same_columns(self.first, text)
         if text.token_ids is not None:
@@ -260,7 +280,7 @@ class _Encoder:
         return text
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
-        """Of each text. A rendered conversation has its special tokens already; a plain prompt gets them, but no end
+        """Of each text. A rendered conversation has special tokens already; a plain prompt gets them, but no end
         token, after which there would be nothing to say."""
         if not texts:
             return []
@@ -294,7 +314,7 @@ class _Encoder:
                 len(ids),
             )
         largest = max(ids)
-        if largest >= self.vocab_size:  # its tokenizer has more tokens than the model's config says
+        if largest >= self.vocab_size:  # the tokenizer has more tokens than the model's config says
             return RowError(
                 f"{text.where}: the prompt has the token id {largest} "
                 f"({shown(self.tokenizer.convert_ids_to_tokens(largest))}), but the ids of the actor's model are below "

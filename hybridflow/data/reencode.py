@@ -1,4 +1,4 @@
-"""Responses in the tokens of a reward model that has a tokenizer of its own.
+"""Responses in the tokens of a reward model with another tokenizer than the actor's.
 
 The prompt and the response are texts again. A conversation is rendered by the reward model's chat template, up to the
 token that ends the assistant's turn there; a plain prompt is followed by the response and the model's end token.
@@ -27,7 +27,7 @@ class Reencoder:
     max_tokens: int
 
     @classmethod
-    def of(cls, name: str, model: str, decode: Callable[[list[int]], str], max_tokens: int) -> "Reencoder":
+    def for_model(cls, name: str, model: str, decode: Callable[[list[int]], str], max_tokens: int) -> "Reencoder":
         return cls(name, ChatTemplate(load_tokenizer(Path(model))), decode, max_tokens)
 
     def __call__(self, rollout: RolloutBatch, prompts: PromptBatch) -> RolloutBatch:

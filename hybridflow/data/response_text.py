@@ -1,6 +1,6 @@
 """The text of a response as reward functions and samples.jsonl see it: with special tokens that are content, or not.
 
-    texts = ResponseTexts.of(tokenizer, end_token_ids, special_tokens="content")
+    texts = ResponseTexts.from_tokenizer(tokenizer, end_token_ids, special_tokens="content")
     texts.text(token_ids)        "<think>two and two</think>4", without <|im_end|>
 
 Special tokens that end or pad a response, begin a text, or are of the chat template's turns are no content. All others
@@ -28,7 +28,7 @@ class ResponseTexts:
     shown: frozenset[int]
 
     @classmethod
-    def of(
+    def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], *, special_tokens: SpecialTokens
     ) -> "ResponseTexts":
         special = _special_ids(tokenizer)
@@ -54,7 +54,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _of_turns(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Of what the chat template puts around a user's message, the beginning of the assistant's turn, and its end.
+    """Of what the chat template puts around a user's message, and around the assistant's turn.
 
     Thinking that the template begins is the assistant's own.
     """

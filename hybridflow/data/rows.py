@@ -1,7 +1,7 @@
 """A row of a data file as it was read, and why one cannot be used.
 
-A row that is wrong is no exception until somebody wants to use it: what reads many rows gives a `RowError` in its
-place, and `hybridflow.data.usable` raises or counts it as the config says.
+A wrong row is no exception until somebody wants to use the row: a reader of many rows gives a `RowError` in the row's
+place, and `hybridflow.data.usable` raises or counts the error as the config says.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class OverlongError(RowError):
 
 
 class NotStarted(RowError):
-    """An environment does not begin one row now. Another time it may: the row is passed over when its turn comes."""
+    """An environment does not begin one row now, but may begin the row later: this time the row is passed over."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "not started")
@@ -42,7 +42,7 @@ class Row:
     where: str  # file and line, for messages
     fields: dict[str, Any]
     problem: RowError | None = None  # why it has no fields
-    fills_nulls: bool = False  # its format writes null for what this row lacks and another row has
+    fills_nulls: bool = False  # the file's format writes null for what this row lacks and another row has
 
 
 class DataRows(Protocol):

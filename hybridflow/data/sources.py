@@ -30,7 +30,7 @@ from hybridflow.errors import DataError
 class Files:
     """The rows of several sources, one after the other.
 
-    names: of the sources; ends: of each the number of rows up to its end; weights: of them, None without.
+    names: of the sources; ends: the number of rows up to the end of each source; weights: of sources, None without.
     notes: which files were chosen, where a person has not named each.
     """
 
@@ -55,7 +55,7 @@ class Files:
         found: dict[int, Row] = {}
         for home in sorted(set(homes)):
             start = self._file_ends[home] - len(self._files[home])
-            wanted = [number for number, its in zip(numbers, homes, strict=True) if its == home]
+            wanted = [number for number, at in zip(numbers, homes, strict=True) if at == home]
             found |= zip(wanted, self._files[home].rows_at([number - start for number in wanted]), strict=True)
         return [found[number] for number in numbers]
 
@@ -120,7 +120,7 @@ Found = tuple[list[Path], tuple[str, ...]]  # files, and notes on the choice
 
 
 def _found(named: DataFiles | Path, key: str) -> list[tuple[Source | TaskConfig, list[Path], tuple[str, ...]]]:
-    """Each source with its files and notes."""
+    """(source, files, notes)."""
     if isinstance(named, ReasoningGymConfig):
         tasks = enumerate(named.reasoning_gym)
         return [(task, [rows_of_task(task, named.system_prompt, f"{key}.reasoning_gym.{i}")], ()) for i, task in tasks]

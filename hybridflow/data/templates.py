@@ -3,8 +3,8 @@
     template = ChatTemplate(tokenizer, options)
     template.prompt(messages, row.fields, "a.jsonl, line 3: prompt")      # the assistant's turn begins at the end
 
-What is rendered has to hold what was said: a message, a call of a tool or a tool that leaves no character of its own
-is an error that names it. See `said_parts`; `message_forms` has what templates differ in.
+What is rendered has to hold what was said: a message, a call of a tool or a tool that leaves no character is an error
+with the name. See `message_parts`; `message_forms` has what templates differ in.
 """
 
 import inspect
@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.message_forms import MARK, MessageForm, called_function, message_form
+from hybridflow.data.message_parts import MessagePart, first_left_out
 from hybridflow.data.messages import Format, Message
 from hybridflow.data.rows import RowError, shown
-from hybridflow.data.said_parts import SaidPart, first_left_out
 from hybridflow.errors import ConfigError
 
 KNOWN = "tools_are_known"  # of a template that renders no tools on purpose: the model knows them by training
@@ -63,7 +63,7 @@ class ChatTemplate:
         """Errors: RowError for the first message, call or tool of which `text` has nothing."""
         self._check(text, messages, where, arguments)
 
-    def left_out(self, part: SaidPart, messages: Sequence[Message], where: str) -> RowError:
+    def left_out(self, part: MessagePart, messages: Sequence[Message], where: str) -> RowError:
         """What to tell of a part that is not rendered."""
         message = messages[part.number]
         if part.path == ("content",):
@@ -74,13 +74,13 @@ class ChatTemplate:
                 "not rendered",
             )
         return RowError(
-            f"{part.told(where)}: the tokenizer's chat template leaves it out; give the tokenizer a template that "
+            f"{part.described(where)}: the tokenizer's chat template leaves it out; give the tokenizer a template that "
             f"renders {part.path[0]}, or leave the key out",
             "not rendered",
         )
 
     def arguments(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Of a row: its tools, and the config's arguments with the row's own in their place. Errors: RowError."""
+        """Of a row: the tools, and the config's arguments, which the row's own replace. Errors: RowError."""
         own = _parsed(fields.get(KWARGS), f"{where}: {KWARGS}", dict) or {}
         for name in own:
             if name in RESERVED:
@@ -101,10 +101,10 @@ class ChatTemplate:
         except RowError:
             return MessageForm()  # without a template, which the first row says
 
-    def written(self, messages: Sequence[Message]) -> list[Message]:
+    def as_read(self, messages: Sequence[Message]) -> list[Message]:
         """As the template reads them."""
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        return self.form.written(plain) if any(message.keys() - _EVERYWHERE for message in plain) else plain
+        return self.form.as_read(plain) if any(message.keys() - _EVERYWHERE for message in plain) else plain
 
     def source(self, where: str, tools: list[Any] | None = None) -> str:
         """The template's text. Errors: RowError where there is none."""
@@ -135,21 +135,21 @@ class ChatTemplate:
                 )
 
     def _rendered(self, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> str:
-        return self._of_written(self.written(messages), where, how)
+        return self._render_as_read(self.as_read(messages), where, how)
 
-    def _of_written(self, messages: list[Message], where: str, how: Mapping[str, Any]) -> str:
+    def _render_as_read(self, messages: list[Message], where: str, how: Mapping[str, Any]) -> str:
         try:
             return _by_template(self.tokenizer, messages, how)
         except RowError as error:
             raise RowError(f"{where}: {error}", error.reason) from error
 
     def _check(self, text: str, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> None:
-        written = self.written(messages)
+        written = self.as_read(messages)
         part = first_left_out(
             text,
             written,
-            lambda marked: self._of_written(marked, where, how),
-            ended=lambda marked: self._of_written(marked, where, _without_beginning(how)),
+            lambda marked: self._render_as_read(marked, where, how),
+            ended=lambda marked: self._render_as_read(marked, where, _without_beginning(how)),
         )
         if part is not None:
             raise self.left_out(part, written, where)
@@ -164,7 +164,7 @@ class ChatTemplate:
         if any(name not in text for name in names):
             raise _tools_unread(where)
         if any(name in (message["content"] or "") for message in written for name in names):
-            marked = self._of_written(written, where, {**how, TOOLS: [_marked_tool(tool) for tool in tools]})
+            marked = self._render_as_read(written, where, {**how, TOOLS: [_marked_tool(tool) for tool in tools]})
             if any(name + MARK not in marked for name in names):
                 raise _tools_unread(where)
 

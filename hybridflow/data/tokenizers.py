@@ -1,4 +1,4 @@
-"""The tokenizer of a model's directory, and what is said of its tokens."""
+"""The tokenizer of a model's directory, and what is said of tokens."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -40,7 +40,7 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers reads config.json too, and raises what its parts do
+    except Exception as error:  # transformers reads config.json too, and raises all kinds of errors
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
 
 

@@ -1,13 +1,13 @@
 """Where a turn of the model ends in the text of a chat template, found by the template's own text.
 
-A turn ends with a special token of the template's (`<|im_end|>`), or where the next message begins with the token of
-its role (`<|user|>` of GLM). Two ways lead there:
+A turn ends with a special token of the template's (`<|im_end|>`), or where the next message begins with a role's token
+(`<|user|>` of GLM). Two ways lead there:
 
-- `behind`: the text of the conversation through the turn begins the text with the answers; what is left follows. None
-  where that text begins otherwise.
-- `behind_kept`: the template renders the turn with a mark, alone and with the answers. What is behind the mark alone
-  is the turn's own, and the rest follows. What the model has said has no part in it: the model may have written an end
-  token out as text, and a template may leave thinking out.
+- `text_behind`: the conversation through the turn is rendered, and so are turn and answers. The first text begins the
+  second, and the rest of the second follows the turn. None where the second text begins otherwise.
+- `text_behind_kept`: the template renders the turn with a mark, alone and with the answers. What is behind the mark
+  alone is the turn's own, and the rest follows. What the model has said has no part in it: the model may have written
+  an end token out as text, and a template may leave thinking out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class TurnEnds:
     where: str
     writes_end: bool = True
 
-    def behind(
+    def text_behind(
         self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
     ) -> Behind | None:
         """None where the template renders what is before the answers in another way. Errors: RowError."""
@@ -54,7 +54,7 @@ class TurnEnds:
         own, _ = self._cut(self.template.whole(through, self.where, arguments))
         return own.startswith(self.template.whole(through[:-1], self.where, arguments, begins=True))
 
-    def behind_kept(
+    def text_behind_kept(
         self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
     ) -> Behind:
         """Errors: RowError."""
@@ -77,7 +77,7 @@ class TurnEnds:
             )
         rest = followed[len(own) :]
         has_end = bool(end) and rest.startswith((end, self._end_of_messages or end))
-        return Behind(rest.replace(MARK, ""), has_end)  # a template may name a call again with its result
+        return Behind(rest.replace(MARK, ""), has_end)  # a template may name a call again with the result
 
     def _behind_end(self, head: str, whole: str) -> Behind:
         """Of a template that leaves earlier turns out: the text behind as many end tokens as are in `head`."""
@@ -88,7 +88,7 @@ class TurnEnds:
         return Behind(end + parts[-1], has_end=True)
 
     def _cut(self, text: str) -> tuple[str, str]:
-        """A text without the special token at its end, and that token; nothing where the template writes none."""
+        """(a text without the special token at the end, the token); no token where the template writes none."""
         stripped = text.rstrip()
         ending = [token for token in self._special if stripped.endswith(token)] if self.writes_end else []
         end = max(ending, key=len, default="")
@@ -112,7 +112,7 @@ class TurnEnds:
 
 
 def _marked(through: Sequence[Message]) -> list[list[Message]]:
-    """The conversation with a mark for its last turn: at the name of its last call, or in the place of its content."""
+    """The conversation with a mark in the last turn: at the name of the last call, or in place of the content."""
     *before, last = (_neutral(message) for message in through)
     found, calls = [], last.get("tool_calls")
     if isinstance(calls, list) and calls:

@@ -1,4 +1,4 @@
-"""What a run has understood of its inputs, in a few lines, before it trains on them."""
+"""What a run has understood of the inputs, in a few lines, before training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ NUM_ROWS = 3
 ANSWERS = ("answer", "ground_truth", "solution", "label", "labels", "target", "tests", "final_answer")
 
 
-def of_prompts(
+def prompt_summary(
     config: ExperimentConfig, prompts: PromptDataset, ends: EndTokens, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
     """End tokens, the first prompt, the first answers, and where scores are read."""
@@ -29,7 +29,7 @@ def of_prompts(
     first = prompts.draw(order, min(NUM_ROWS, len(prompts))).batch
     ids = first.input_ids[: int(first.lengths[0])].tolist()
     prompt = f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"
-    lines = [ends.told(tokenizer), prompt if ids else "prompts: the first requests of the agent"]
+    lines = [ends.described(tokenizer), prompt if ids else "prompts: the first requests of the agent"]
     answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")
@@ -46,7 +46,7 @@ def of_prompts(
     return lines
 
 
-def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def example_summary(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The first row with what counts, and the token that ends it."""
     some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
     first = some[0]

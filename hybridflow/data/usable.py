@@ -4,12 +4,13 @@
     drawn = prompts.draw(order, 64)      # drawn.items, drawn.numbers, drawn.dropped
 
 Files of up to `checked_bytes` are checked as a whole at the start: what is wrong in them is known before a run begins,
-and what is left out has no place in the order of rows. A row of larger files is looked at when its turn comes; one that
-is left out then is passed over, and the place in the order counts it. So is a row that an environment does not begin,
-whatever the size of the file. Either way the order is a function of the seed and the place.
+and what is left out has no place in the order of rows. A row of a larger file is checked when the run reaches the row.
+A row that is left out then is passed over, but keeps a place in the order. The same holds for a row that an environment
+does not begin, whatever the size of the file. The order is always a function of the seed and the place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol
 
@@ -113,16 +114,16 @@ class UsableRows(Generic[Item]):
             return PromptOrder(len(self), seed, shuffle, position=position)
         return MixedOrder(self.lengths(), self.files.weights, seed, shuffle, position=position)
 
-    def at(self, numbers: Sequence[int]) -> list[Item]:
+    def items_at(self, numbers: Sequence[int]) -> list[Item]:
         """In this order; one may appear twice. Errors: DataError also for a row that would be left out."""
-        found = self.found(numbers)
+        found = self.items_or_errors_at(numbers)
         for item in found:
             if isinstance(item, RowError):
                 raise item
         return [item for item in found if not isinstance(item, RowError)]
 
-    def found(self, numbers: Sequence[int]) -> list[Item | RowError]:
-        """As `at`, with the error in the place of a row that cannot be used."""
+    def items_or_errors_at(self, numbers: Sequence[int]) -> list[Item | RowError]:
+        """As `items_at`, with the error in the place of a row that cannot be used."""
         return self._judged(self._rows_of(numbers))
 
     def draw(self, order: Order, count: int) -> Drawn[Item]:
@@ -143,10 +144,14 @@ class UsableRows(Generic[Item]):
                 raise DataError(f"no row can be used: {next(iter(drawn.dropped.first.values()))}")
         return drawn
 
+    def rows_ahead(self, order: Order, count: int) -> list[Row]:
+        """The rows that `draw` looks at first the next time."""
+        return [row for row in self._rows_of(copy(order).next(count)) if row.problem is None]
+
     # ---- inside
 
     def lengths(self) -> list[int]:
-        """Rows of each source. Errors: DataError where one has none left, or has no turn by its weight."""
+        """Rows of each source. Errors: DataError where a source has none left, or no turn because of the weight."""
         kept = self.files.ends if self._kept is None else torch.searchsorted(self._kept, torch.tensor(self.files.ends))
         ends = [int(end) for end in kept]
         lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -16,14 +16,14 @@ from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
-from hybridflow.data.left_out import left_out
+from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.prompts import Prompt
 from hybridflow.data.rows import Item, shown
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import of_examples, of_prompts
+from hybridflow.data.understood import example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
@@ -33,7 +33,7 @@ NUM_BINS, BAR = 12, 40
 
 
 def columns(files: Files) -> Iterator[str]:
-    """A line for each column of the first rows: its name, the kinds of its values, and one of them."""
+    """A line for each column of the first rows: the name, the kinds of values, and one value."""
     yield f"{', '.join(files.names)}: {len(files):,} rows, {files.num_bytes / 1e6:,.2f} MB"
     rows = files.rows_at(range(min(len(files), NUM_LOOKED_AT)))
     wrong = [row.problem for row in rows if row.problem is not None]
@@ -61,14 +61,14 @@ def _kind(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------ with a config
 
 
-def seen_by(config: AnyConfig) -> Iterator[str]:
+def data_lines(config: AnyConfig) -> Iterator[str]:
     """What a run with this config reads under data.train. Errors: DataError, CheckpointError as the run has them."""
     model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
         prompts = train_prompts(config.data, tokenizer, vocab_size, ends)
-        yield from of_prompts(config, prompts, ends, tokenizer)
+        yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
             prompts.rows,
@@ -80,7 +80,7 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
         )
         return
     examples = load_rows(config.data.train, tokenizer, config, vocab_size)
-    yield from of_examples(config, examples, tokenizer)
+    yield from example_summary(config, examples, tokenizer)
     yield from tokenizer_notes(config, tokenizer)
     yield from _rows(
         examples.rows,
@@ -101,7 +101,7 @@ def _rows(
     tokenizer: PreTrainedTokenizerBase,
     config: AnyConfig,
 ) -> Iterator[str]:
-    yield from left_out("data.train", rows, too_long)
+    yield from left_out_lines("data.train", rows, too_long)
     count = min(len(rows), NUM_MEASURED)
     drawn = rows.draw(_Spread(len(rows), count), count)
     spread = "" if count == len(rows) else f" of {count:,} evenly spread ones"
@@ -134,7 +134,7 @@ class _Spread:
 
 
 def histogram(lengths: Sequence[int]) -> Iterator[str]:
-    """Bins of equal, round width; a line each with its share as a bar. Last: mean and extremes."""
+    """Bins of equal, round width: a line a bin, with the share as a bar. Last: mean and extremes."""
     width = _round_up(math.ceil((max(lengths) + 1 - min(lengths)) / NUM_BINS))
     first = min(lengths) // width
     counts = torch.bincount(torch.tensor(lengths) // width - first).tolist()

@@ -22,15 +22,16 @@ from hybridflow.rewards.probe import asked, serve
 from hybridflow.user_code import load_function
 
 KEY = "data.environment.agent"
+END_SECONDS = 5.0  # in which an agent may end once the row has
 PREPARE = "hybridflow_prepare"  # an attribute of our own agents: what they do before their first row
 
 
 def agent_file(path: str, arguments: Mapping[str, Any]) -> str | None:
     """The file of the agent's module. Errors: ConfigError where there is no such agent."""
-    [told] = asked("hybridflow.environments.agents", [[path, dict(arguments)]], f"{KEY} = {path}")
-    if told["problem"]:
-        raise ConfigError(told["problem"])
-    file: str | None = told["file"]
+    [found] = asked("hybridflow.environments.agents", [[path, dict(arguments)]], f"{KEY} = {path}")
+    if found["problem"]:
+        raise ConfigError(found["problem"])
+    file: str | None = found["file"]
     return file
 
 
@@ -68,36 +69,45 @@ def _told(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AgentRuns:
-    """Of one worker. path: package.module:function. arguments: by keyword. parts: of its rewards, none of numbers."""
+    """Of one worker. path: package.module:function. arguments: by keyword. parts: of the reward, none of numbers."""
 
     def __init__(self, path: str, arguments: Mapping[str, Any], parts: Sequence[str]) -> None:
         self._run, self._arguments, self._parts = load_agent(path, arguments), dict(arguments), tuple(parts)
-        self._there: dict[int, asyncio.Task[Any]] = {}
+        self._there: dict[int, tuple[asyncio.Task[Any], asyncio.Event]] = {}
+        self._left = set[asyncio.Task[Any]]()  # a task that nobody refers to may go before it ends
 
     async def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """See the module. Errors: RewardError that tells what the agent did."""
+        """See the module. Errors: RewardError that says what the agent did."""
         row = asked["row"]
         if asked["kind"] == "ready":
             if (prepare := getattr(self._run, PREPARE, None)) is not None:
                 await prepare(**self._arguments)
             return {}
         if asked["kind"] == "end":
-            await self._ended(row)
+            await self._cancel(row)
             return {}
         task = asyncio.ensure_future(self._run(asked["base_url"], dict(asked["columns"]), **self._arguments))
-        self._there[row] = task
+        given_up = asyncio.ensure_future((event := asyncio.Event()).wait())
+        self._there[row] = task, event
         try:
-            await asyncio.wait({task})
-            return {"reward": self._reward(task)}
+            await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            return {"reward": self._reward(task)} if task.done() else {}
         finally:
+            given_up.cancel()
             del self._there[row]
 
-    async def _ended(self, row: int) -> None:
-        """The row needs its agent no longer. One that goes on all the same loses its process, by the call's limit."""
-        task = self._there.get(row)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+    async def _cancel(self, row: int) -> None:
+        """The row needs the agent no longer. One that goes on all the same harms no other row: nobody waits for it."""
+        task, given_up = self._there.get(row, (None, None))
+        if task is None or given_up is None:
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=END_SECONDS)
+        if not task.done():
+            print(f"an agent goes on {END_SECONDS:g} s after its row has ended, and is left alone", flush=True)
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+            given_up.set()
 
     def _reward(self, task: "asyncio.Task[Any]") -> list[float]:
         try:

@@ -1,7 +1,7 @@
 """Finding a user's environment class and checking it, in a process that ends: the trainer imports no user's module.
 
     found = described("my_envs:Calculator", {"digits": 3})
-    found.schemas                       # of its tools, as a chat template takes them
+    found.schemas                       # of the tools, as a chat template takes them
 
 Run as a process by `rewards.probe.asked`, which reads one line of JSON and answers with one.
 """
@@ -27,10 +27,10 @@ class DescribedClass:
 
 def described(path: str, arguments: Mapping[str, Any]) -> DescribedClass:
     """Errors: ConfigError where there is no such class, or it is no environment."""
-    [told] = asked("hybridflow.environments.classes", [[path, dict(arguments)]], field_of(path))
-    if told["problem"]:
-        raise ConfigError(told["problem"])
-    return DescribedClass(tuple(told["schemas"]), told["file"])
+    [found] = asked("hybridflow.environments.classes", [[path, dict(arguments)]], field_of(path))
+    if found["problem"]:
+        raise ConfigError(found["problem"])
+    return DescribedClass(tuple(found["schemas"]), found["file"])
 
 
 def field_of(path: str) -> str:
@@ -100,7 +100,7 @@ def _check_arguments(found: Any, path: str, arguments: Mapping[str, Any]) -> Non
 
 
 def _schema(found: Any, path: str, name: str) -> dict[str, Any]:
-    """Of a tool, from its types and docstring. Errors: ConfigError naming the tool."""
+    """Of a tool, from types and docstring. Errors: ConfigError naming the tool."""
     method = getattr(found, name, None)
     if not callable(method):
         raise ConfigError(f"{field_of(path)}: tools names {name!r}, which is no method of the class")

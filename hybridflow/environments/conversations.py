@@ -2,12 +2,13 @@
 
     conversations = Environments(pool, continuations, parser, ...).conversations(prompts, counts, limits, seed)
 
-See `rollout.turns.Answers`. A turn goes to the row's instance: its tool calls, else `step`. What comes back is tokens
+See `rollout.turns.Answers`. A turn goes to the row's instance: tool calls, else `step`. What comes back is tokens
 behind the turn, or a reward. A row that has no token or turn left for an answer is asked once more, with
 `ModelTurn.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -19,19 +20,22 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.model_turn import ModelTurn
 from hybridflow.environments.pool import EnvironmentPool
-from hybridflow.environments.time_limits import TimeLimits
+from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeLimits
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
+from hybridflow.rollout.engine import Response
+from hybridflow.rollout.rows import Message, ReplicaRows, RowRecord, RowSequence, Transcript, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import TurnCounts, TurnEvent
+from hybridflow.rollout.turns import TurnCounts
 
-Message = dict[str, Any]
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
-LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
 
 
 class Continues(Protocol):
     """See `data.continuations.Continuations`."""
+
+    @property
+    def end(self) -> int: ...
 
     @property
     def takes_one_call(self) -> bool: ...
@@ -52,31 +56,36 @@ class Continues(Protocol):
 
 @dataclass
 class Conversation:
-    """One row. instance: its number in the pool. used: tokens behind the prompt. begun: when, on the clock.
+    """What a class makes of a row. branch: the last of the row's sequences, which goes on.
 
-    branch: the last of its sequences, which goes on. prompt: tokens of the row's; of a further sequence `used` counts
-    those that it has more.
-    asked: when the call that is under way began; None while the model speaks. cut: the last turn has met a limit.
-    last: the call that is under way ends the row.
+    tickets: of the calls to the row's instance that are under way; start: of the first call. text: the last turn.
+    last: the call that is under way ends the row. problem: why the row fails once the model has ended a turn.
     """
 
-    row: int  # of the rollout
-    columns: Mapping[str, Any]
-    messages: list[Message]
-    limit: int
-    instance: int
-    start: int  # the ticket of its first call
-    begun: float
-    prompt: int
-    used: int = 0
-    branch: int = 0
-    turn: int = 0
-    ended: int | None = None  # the token by which the model has ended its last turn
+    record: RowRecord
+    start: int = -1
+    tickets: set[int] = field(default_factory=set)
+    starts: int = 0
     text: str = ""
-    asked: float | None = None
-    cut: bool = False
     last: bool = False
     problem: str = ""
+
+    @property
+    def branch(self) -> int:
+        return len(self.record.sequences) - 1
+
+    @property
+    def sequence(self) -> RowSequence:
+        return self.record.sequences[-1]
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.sequence.transcript.messages or []
+
+    @property
+    def used(self) -> int:
+        """Tokens of the sequence that the row's prompt does not have."""
+        return self.sequence.num_tokens - len(self.record.sequences[0].prompt)
 
 
 @dataclass(frozen=True)
@@ -122,182 +131,220 @@ class Conversations:
         self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
         self._prompts, self._limits, self._seed = prompts, limits, tuple(seed)
         self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
-        self._rows: list[Conversation] = []
-        self._by_ticket: dict[int, int] = {}  # of calls under way, whose row
-        self._ready: list[TurnEvent] = []
+        self._waiting = deque[Conversation]()  # rows that have not begun
+        self._under_way: dict[int, Conversation] = {}  # by number
+        self._by_ticket: dict[int, Conversation] = {}  # of calls under way
         self._failures, self._times = Failures(self._config, shared.rank), TimeLimits(self._config)
 
     # ---- as `rollout.turns.Answers`
 
-    def begin(self, rows: Sequence[int]) -> list[int]:
-        self._rows = [self._begun(row) for row in rows]
-        self._by_ticket = {its.start: number for number, its in enumerate(self._rows)}
-        return [self._turn_tokens(its) for its in self._rows]
+    def begin(self, rows: ReplicaRows) -> None:
+        self._rows = rows
+        self._waiting.extend(self._new(record) for record in rows.records)
+        self._begin_waiting()
 
-    def said(
-        self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool, branch: int = 0
-    ) -> None:
-        its = self._rows[row]
-        its.turn, its.used = its.turn + 1, its.used + len(token_ids)
-        its.ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
-        its.text = self._shared.decode(list(token_ids if its.ended is None else token_ids[:-1]))
-        its.asked = time.monotonic()
-        self._shared.counts.turns += 1
-        parsed = Parsed(its.text, ()) if truncated else self._parsed(its)
-        its.messages = [*its.messages, _message(parsed)]
-        self._shared.counts.tool_calls += len(parsed.calls)
-        its.last = its.used >= its.limit
-        its.cut = truncated or (its.last and bool(parsed.calls))
-        if its.problem:
-            self._fail(row, its.problem)
+    def said(self, row: RowRecord, branch: int, turn: Response) -> None:
+        conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
+        ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
+        conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))
+        row.waiting_since = time.monotonic()
+        counts.turns += 1
+        parsed = Parsed(conversation.text, ()) if turn.truncated else self._parsed(conversation)
+        counts.tool_calls += len(parsed.calls)
+        conversation.last = conversation.used >= row.limit
+        messages, cut = (
+            [*conversation.messages, _message(parsed)],
+            turn.truncated or (conversation.last and bool(parsed.calls)),
+        )
+        conversation.sequence.transcript = Transcript(messages, ended=ended, cut=cut, answered=True)
+        if conversation.problem:
+            self._fail(conversation, conversation.problem)
         else:
-            self._call(row, "turn", calls=() if its.cut else [asdict(call) for call in parsed.calls])
+            self._call(conversation, "turn", calls=() if cut else [asdict(call) for call in parsed.calls])
 
-    def replies(self, *, wait: bool) -> list[TurnEvent]:
+    def work(self, *, wait: bool) -> None:
         while True:
-            for ticket, answer in self._pool.answers(LOOK_SECONDS if wait and not self._ready else 0.0).items():
+            idle = wait and not self._rows.has_events
+            for ticket, answer in self._pool.answers(LOOK_SECONDS if idle else 0.0).items():
                 self._failures.show_printed(answer)
                 if ticket in self._by_ticket:
                     self._take(self._by_ticket.pop(ticket), ticket, answer)
-            self._look_at_the_time()
-            if self._ready or not wait:
-                found, self._ready = self._ready, []
-                return found
+            if self._times.are_due():
+                self._look_at_the_time()
+            self._begin_waiting()
+            if self._rows.has_events or not wait:
+                return
 
     def end(self) -> None:
         self._failures.end()
 
     # ---- calls
 
-    def _parsed(self, its: Conversation) -> Parsed:
-        """A turn with ids for its calls. A call too many is the model's mistake, which is told as any other."""
+    def _parsed(self, conversation: Conversation) -> Parsed:
+        """A turn with ids for calls. A call too many is the model's mistake, and gets a result as any other."""
         parser, continues = self._shared.parser, self._shared.continues
         if parser is None:
-            return Parsed(its.text, ())
-        found = parser.parsed(its.text, continues.opening(its.columns))
+            return Parsed(conversation.text, ())
+        found = parser.parsed(conversation.text, continues.opening(conversation.record.columns))
         calls = [
             replace(
                 call,
-                id=call.id or continues.call_id(f"call_{its.turn}_{number}"),
+                id=call.id or continues.call_id(f"call_{conversation.record.turn}_{number}"),
                 problem=call.problem or (SECOND_CALL if number and continues.takes_one_call else ""),
             )
             for number, call in enumerate(found.calls)
         ]
         return replace(found, calls=tuple(calls))
 
-    def _begun(self, row: int) -> Conversation:
-        prompt = self._prompt_of[row]
-        columns = {name: values[prompt] for name, values in self._prompts.columns.items()}
+    def _new(self, record: RowRecord) -> Conversation:
+        prompt = self._prompt_of[record.of_rollout]
+        record.columns = {name: values[prompt] for name, values in self._prompts.columns.items()}
+        record.limit = self._limits.for_length(int(self._prompts.lengths[prompt]))
         messages = self._prompts.conversations[prompt]
         assert messages is not None, "the prompt of a row with an environment is a conversation"
-        seed = ",".join(map(str, (*self._seed, prompt)))
-        instance, ticket = self._pool.start(columns, seed=seed)
-        length = int(self._prompts.lengths[prompt])
-        limit, now = self._limits.at(length), time.monotonic()
-        return Conversation(row, columns, list(messages), limit, instance, ticket, now, length)
+        record.sequences[0].transcript = Transcript(list(messages))
+        return Conversation(record)
 
-    def _call(self, row: int, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
-        its = self._rows[row]
-        said = ModelTurn(its.text, its.cut, its.turn, max(its.limit - its.used, 0), its.last)
-        message = {"kind": kind, "row": its.instance, "said": tuple(vars(said).values()), "calls": list(calls)}
-        self._by_ticket[self._pool.call(its.instance, message)] = row
+    def _begin_waiting(self) -> None:
+        """Rows begin when the engine has room for a turn, and the processes for an instance."""
+        rows, most = self._rows, self._pool.most_at_once
+        while self._waiting and len(self._under_way) < most and rows.num_speaking < rows.room:
+            conversation = self._waiting.popleft()
+            self._under_way[conversation.record.number] = conversation
+            conversation.record.begun = time.monotonic()
+            self._start(conversation)
+            rows.apply(TurnEvent(conversation.record.number, max_tokens=self._turn_tokens(conversation, 0)))
 
-    def _take(self, row: int, ticket: int, answer: Answer) -> None:
-        its = self._rows[row]
-        problem = answer.problem
-        begins = ticket == its.start and not problem
-        if begins and answer.value["messages"] != self._prompts.conversations[self._prompt_of[its.row]]:
-            problem = "start gave other messages than before for the same row: it has to depend on the row alone"
-        if problem and its.asked is None:
-            its.problem = problem  # the model speaks: its turn ends first
+    def _start(self, conversation: Conversation) -> None:
+        """An instance."""
+        record, conversation.starts = conversation.record, conversation.starts + 1
+        seed = ",".join(map(str, (*self._seed, self._prompt_of[record.of_rollout])))
+        record.worker, conversation.start = self._pool.start(record.columns, seed=seed)
+        self._expect(conversation, conversation.start)
+
+    def _call(self, conversation: Conversation, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
+        record = conversation.record
+        left = max(record.limit - conversation.used, 0)
+        turn = ModelTurn(conversation.text, conversation.sequence.transcript.cut, record.turn, left, conversation.last)
+        assert record.worker is not None, "an instance has been started"
+        message = {"kind": kind, "row": record.worker, "said": tuple(vars(turn).values()), "calls": list(calls)}
+        self._expect(conversation, self._pool.call(record.worker, message))
+
+    def _expect(self, conversation: Conversation, ticket: int) -> None:
+        conversation.tickets.add(ticket)
+        self._by_ticket[ticket] = conversation
+
+    def _take(self, conversation: Conversation, ticket: int, answer: Answer) -> None:
+        conversation.tickets.discard(ticket)
+        problem, record = answer.problem, conversation.record
+        if ticket == conversation.start and not problem:
+            if answer.value["messages"] != self._prompts.conversations[self._prompt_of[record.of_rollout]]:
+                problem = "start gave other messages than before for the same row: it has to depend on the row alone"
+        elif answer.lost and record.turn == 1 and record.waiting_since is None and conversation.starts < MOST_STARTS:
+            self._start(conversation)  # the process has ended, and the instance had not heard of a turn
+            return
+        if problem and record.waiting_since is None:
+            conversation.problem = problem  # the model speaks: the turn ends first
         elif problem:
-            self._fail(row, problem)
-        elif ticket != its.start:
-            self._go_on(row, answer.value)
+            self._fail(conversation, problem)
+        elif ticket != conversation.start:
+            self._go_on(conversation, answer.value)
 
-    def _go_on(self, row: int, value: Mapping[str, Any]) -> None:
-        its = self._rows[row]
+    def _go_on(self, conversation: Conversation, value: Mapping[str, Any]) -> None:
+        record, sequence = conversation.record, conversation.sequence
         self._shared.counts.failed_calls += value.get("failed_calls", 0)
         if "reward" in value:
-            self._end(row, TurnEvent(row, ends=True, truncated=its.cut, rewards=tuple(value["reward"])))
+            rewards, cut = tuple(value["reward"]), sequence.transcript.cut
+            self._end(conversation, TurnEvent(record.number, ends=True, truncated=cut, rewards=rewards))
             return
-        if its.last:
+        if conversation.last:
             zeros = (0.0,) * len(self._config.weights)
-            self._end(row, TurnEvent(row, ends=True, truncated=True, rewards=zeros))
+            self._end(conversation, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros))
             return
-        answers = self._readable(its, value["messages"])
+        answers = self._readable(conversation, value["messages"])
         try:
-            branch, ids, used = self._behind(its, answers)
+            branch, ids, used = self._behind(conversation, answers)
         except (DataError, OtherConversation) as error:
-            self._fail(row, f"its messages cannot be read by the model: {error}")
+            self._fail(conversation, f"its messages cannot be read by the model: {error}")
             return
-        if its.turn >= self._config.max_turns or used >= its.limit:
-            its.last = its.cut = True
-            self._call(row, "step")
+        if record.turn >= self._config.max_turns or used >= record.limit:
+            conversation.last = True
+            sequence.transcript = replace(sequence.transcript, cut=True)
+            self._call(conversation, "step")
             return
-        its.messages, its.branch, its.used = [*its.messages, *answers], branch, used
-        self._answered(its)
-        self._ready.append(TurnEvent(row, tuple(ids), self._turn_tokens(its), branch=branch))
+        self._answered(conversation)
+        messages = [*conversation.messages, *answers]
+        self._rows.apply(TurnEvent(record.number, tuple(ids), self._turn_tokens(conversation, used), branch=branch))
+        record.sequences[branch].transcript = Transcript(messages)
 
-    def _readable(self, its: Conversation, answers: Sequence[Message]) -> list[Message]:
-        """What is told of a call that cannot be read is the user's, where no result may stand without a call."""
-        if its.messages[-1].get("tool_calls") or not self._shared.continues.results_need_calls:
+    def _readable(self, conversation: Conversation, answers: Sequence[Message]) -> list[Message]:
+        """A result of a call that cannot be read is the user's, where no result may stand without a call."""
+        if conversation.messages[-1].get("tool_calls") or not self._shared.continues.results_need_calls:
             return list(answers)
         return [
             {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
             for message in answers
         ]
 
-    def _behind(self, its: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
+    def _behind(self, conversation: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
         """The sequence that goes on with these messages, the tokens that are new in it, and what is `used` with them.
 
         Errors: OtherConversation where the row may have one sequence alone; DataError where they can be no tokens of
         the model's.
         """
-        continues, branch, before = self._shared.continues, its.branch, its.used
+        continues, columns, transcript = (
+            self._shared.continues,
+            conversation.record.columns,
+            conversation.sequence.transcript,
+        )
         try:
-            ids = continues.tokens(its.messages, answers, its.columns, ended=its.ended)
+            ids = continues.tokens(conversation.messages, answers, columns, ended=transcript.ended)
         except OtherConversation:
             if not self._shared.several:
                 raise
-            ids = continues.first_tokens([*its.messages, *answers], its.columns)
-            branch, before = its.branch + 1, -its.prompt
-        return branch, ids, before + len(ids)
+            ids = continues.first_tokens([*conversation.messages, *answers], columns)
+            return conversation.branch + 1, ids, len(ids) - len(conversation.record.sequences[0].prompt)
+        return conversation.branch, ids, conversation.used + len(ids)
 
     # ---- ends
 
-    def _end(self, row: int, reply: TurnEvent) -> None:
-        its = self._rows[row]
-        self._answered(its)
-        self._pool.finish(its.instance)
-        self._ready.append(reply)
+    def _end(self, conversation: Conversation, event: TurnEvent) -> None:
+        self._answered(conversation)
+        for ticket in conversation.tickets:
+            self._by_ticket.pop(ticket, None)
+        if conversation.record.worker is not None:
+            self._pool.finish(conversation.record.worker)
+        self._under_way.pop(conversation.record.number, None)
+        self._rows.apply(event)
 
-    def _fail(self, row: int, problem: str) -> None:
+    def _fail(self, conversation: Conversation, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
-        its = self._rows[row]
-        reply = self._failures.reply(row, its.row, its.turn, problem)
-        self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
-        self._end(row, reply)
+        self._end(conversation, self._failures.event(conversation.record, problem))
 
     def _look_at_the_time(self) -> None:
-        """Rows that wait and have no time left have failed; one that the model writes ends its turn first."""
+        """Rows that wait and have no time left have failed; one that the model writes ends the turn first."""
         whole = self._times.rollout()
-        for row, its in enumerate(self._rows):
-            if its.asked is None:
-                its.problem = its.problem or whole
-            elif late := whole or self._times.row(its.begun):
-                self._fail(row, late)
+        for conversation in list(self._under_way.values()):
+            late = whole or self._times.row(conversation.record.begun)
+            if conversation.record.waiting_since is None:
+                conversation.problem = conversation.problem or whole
+            elif late:
+                self._fail(conversation, late)
+        while whole and self._waiting:  # no model computes a row without a token behind the prompt
+            conversation = self._waiting.popleft()
+            event = self._failures.event(conversation.record, whole)
+            self._end(conversation, replace(event, token_ids=(self._shared.continues.end,)))
 
     # ---- inside
 
-    def _turn_tokens(self, its: Conversation) -> int:
-        left = its.limit - its.used
+    def _turn_tokens(self, conversation: Conversation, used: int) -> int:
+        left = conversation.record.limit - used
         return left if self._config.max_turn_tokens is None else min(left, self._config.max_turn_tokens)
 
-    def _answered(self, its: Conversation) -> None:
-        if its.asked is not None:
-            self._shared.counts.seconds += time.monotonic() - its.asked
-        its.asked = None
+    def _answered(self, conversation: Conversation) -> None:
+        if conversation.record.waiting_since is not None:
+            self._shared.counts.seconds += time.monotonic() - conversation.record.waiting_since
+        conversation.record.waiting_since = None
 
 
 def _message(parsed: Parsed) -> Message:

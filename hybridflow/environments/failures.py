@@ -1,13 +1,13 @@
-"""Rows of a rollout that have failed, and what their processes print, as this rank tells them."""
+"""Rows of a rollout that have failed, and what their processes print, as this rank shows them."""
 
 import sys
 
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import TurnEvent
+from hybridflow.rollout.rows import RowRecord, TurnEvent
 
-MOST_SHOWN = 3  # failures of a rollout that a rank tells in full
+MOST_SHOWN = 3  # failures of a rollout that a rank shows in full
 
 
 class Failures:
@@ -16,19 +16,16 @@ class Failures:
     def __init__(self, config: EnvironmentConfig, rank: int) -> None:
         self._config, self._rank, self._number = config, rank, 0
 
-    def reply(self, row: int, number: int, turn: int, problem: str, *, drops: bool = False) -> TurnEvent:
-        """The end of a row that has failed. number: of the row in the rollout; turn: in which that was.
-
-        Errors: RewardError where that ends the run.
-        """
-        told = f"{self._config.field}: row {number}, turn {turn}: {problem}"
+    def event(self, row: RowRecord, problem: str, *, drops: bool = False) -> TurnEvent:
+        """The end of a row that has failed. Errors: RewardError where that ends the run."""
+        what = f"{self._config.field}: row {row.of_rollout}, turn {row.turn}: {problem}"
         if self._config.on_error == "end_run":
-            raise RewardError(f"{told}; data.environment.on_error: fail_row goes on without such a row")
+            raise RewardError(f"{what}; data.environment.on_error: fail_row goes on without such a row")
         self._number += 1
         if self._number <= MOST_SHOWN:
-            self.show(f"a row has failed, and is not trained on: {told}")
+            self.show(f"a row has failed, and is not trained on: {what}")
         nothing = (float("nan"),) * len(self._config.weights)
-        return TurnEvent(row, ends=True, rewards=nothing, failed=True, drops=drops)
+        return TurnEvent(row.number, ends=True, rewards=nothing, failed=True, drops=drops)
 
     def end(self) -> None:
         """The rollout is over."""

@@ -7,7 +7,7 @@
 
 The model's mistakes become messages of the role `tool`. What the class itself raises is an error of the row. Random
 numbers of `random` and numpy begin anew with each call: those of `start` by the columns, since all rows of a prompt
-have to begin alike; later ones by the row's seed, which its group shares, and the number of the call.
+have to begin alike; later ones by the seed, which a group shares, and the number of the call.
 """
 
 import json
@@ -33,7 +33,7 @@ class Instance:
 
 
 class Instances:
-    """Of one worker. path: package.module:Class. arguments: of the class. parts: of its rewards, none of numbers."""
+    """Of one worker. path: package.module:Class. arguments: of the class. parts: of the reward, none of numbers."""
 
     def __init__(self, path: str, arguments: Mapping[str, Any], parts: Sequence[str]) -> None:
         self._class, self._arguments, self._parts = load_class(path), dict(arguments), tuple(parts)
@@ -67,13 +67,13 @@ class Instances:
         return {}
 
     def _tool_messages(self, environment: Any, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Of each call its result, or what was wrong with it."""
-        told = [self._tool_result(environment, call) for call in calls]
+        """Of each call the result, or what was wrong."""
+        results = [self._tool_result(environment, call) for call in calls]
         messages = [
             {"role": "tool", "name": call["name"], **_id_of(call), "content": content}
-            for call, (content, _) in zip(calls, told, strict=True)
+            for call, (content, _) in zip(calls, results, strict=True)
         ]
-        return {"messages": messages, "failed_calls": sum(failed for _, failed in told)}
+        return {"messages": messages, "failed_calls": sum(failed for _, failed in results)}
 
     def _tool_result(self, environment: Any, call: Mapping[str, Any]) -> tuple[str, bool]:
         """(text, whether the call failed)."""
@@ -87,7 +87,7 @@ class Instances:
         try:
             result = getattr(environment, call["name"])(**call["arguments"])
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), False
-        except USERS as error:  # the model is told what its arguments have done
+        except USERS as error:  # the model reads what the arguments have done
             return f"error: {type(error).__name__}: {error}", True
 
     def _answer(self, returned: Any) -> dict[str, Any]:

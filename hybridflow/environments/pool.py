@@ -8,12 +8,14 @@ agents = AgentPool(config, agent_file(config.path, config.arguments), scoring, n
 row, ticket = agents.run("http://127.0.0.1:4711/...", {"question": "1+1"})
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
+from hybridflow.environments.agents import END_SECONDS
 from hybridflow.environments.classes import DescribedClass
 from hybridflow.errors import RewardError
 from hybridflow.parallel.proxies import keep_loopback_direct
@@ -21,7 +23,6 @@ from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
 
-END_SECONDS = 5.0  # in which an agent may end that is told to
 START_SECONDS = 300.0  # in which a process may import what its agents need
 
 
@@ -34,25 +35,33 @@ class RowPool(Pool):
         """num_ranks: on this machine, which share its cores."""
         self.config, self.file, self.field = config, file, config.field
         self._num_rows, self._closing = 0, set[int]()  # tickets of the last calls of rows
+        self._kept: dict[int, Answer | None] = {}  # by ticket, of calls whose answers nobody waits for yet
         limits = pool_limits(scoring.model_copy(update={"num_workers": config.num_workers}), num_ranks)
         self.num_workers = limits.num_workers
         super().__init__([spec], limits)
 
+    @property
+    def most_at_once(self) -> int:
+        """Rows that may be under way beside each other; whoever calls keeps to it."""
+        return self.num_workers * self.config.concurrency
+
     def answers(self, seconds: float | None) -> dict[int, Answer]:
-        """As `Pool.answers`; without those of rows that end."""
+        """As `Pool.answers`; of the last calls of rows only those with something printed."""
         found = super().answers(seconds)
         ended = self._closing & found.keys()
         self._closing -= ended
-        return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
+        for ticket in self._kept.keys() & found.keys():
+            self._kept[ticket] = found.pop(ticket)
+        return {ticket: answer for ticket, answer in found.items() if ticket not in ended or answer.printed}
 
     def _begun(self, message: Mapping[str, Any], seconds: float | None = None) -> tuple[int, int]:
-        """A new row and the ticket of its first call."""
+        """A new row and the ticket of the first call."""
         row, self._num_rows = self._num_rows, self._num_rows + 1
         return row, self.call(row, {**message, "row": row}, seconds=seconds)
 
-    def _all_answers(self, begun: Sequence[tuple[int, int]]) -> list[Answer]:
-        """Of rows that end then. Nothing else may be under way."""
-        found: dict[int, Answer] = {}
+    def _all_answers(self, begun: Sequence[tuple[int, int]], early: Mapping[int, Answer] | None = None) -> list[Answer]:
+        """Of rows that end then. No other call may be under way. early: answers that are there."""
+        found = dict(early or {})
         while not all(ticket in found for _, ticket in begun):
             found |= self.answers(None)
         for row, _ in begun:
@@ -68,25 +77,47 @@ class RowPool(Pool):
 
 
 class EnvironmentPool(RowPool):
-    """Of one class. schemas: of its tools."""
+    """Of one class. schemas: of the tools."""
 
     def __init__(
         self, config: EnvironmentConfig, found: DescribedClass, scoring: ScoringConfig, *, num_ranks: int
     ) -> None:
         """num_ranks: on this machine, which share its cores."""
         self.schemas = found.schemas
+        self._ahead: dict[str, tuple[int, int]] = {}  # row and ticket of an instance, by the columns
         super().__init__(config, found.file, _spec(config, found.file), scoring, num_ranks)
 
     def start(self, columns: Mapping[str, Any], *, seed: str) -> tuple[int, int]:
-        """A new row and the ticket of its first call, whose answer is the row's first messages."""
+        """A new row and the ticket of the first call, whose answer is the row's first messages."""
         return self._begun({"kind": "start", "seed": seed, "columns": dict(columns)})
 
+    def start_ahead(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Instances for the next `first_messages`, while this rank does something else; earlier ones end."""
+        self._end_ahead()
+        for columns in rows:
+            if (name := name_of(columns)) not in self._ahead:
+                self._ahead[name] = self.start(columns, seed="")
+                self._kept[self._ahead[name][1]] = None
+
     def first_messages(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """What rows with these columns begin with, by instances that end again. Nothing else may be under way."""
-        return self._all_answers([self.start(columns, seed="") for columns in rows])
+        """What rows with these columns begin with, by instances that end again. No other call may be under way."""
+        begun = [
+            self._ahead.pop(name) if (name := name_of(columns)) in self._ahead else self.start(columns, seed="")
+            for columns in rows
+        ]
+        early = {ticket: answer for _, ticket in begun if (answer := self._kept.pop(ticket, None)) is not None}
+        found = self._all_answers(begun, early)
+        self._end_ahead()
+        return found
+
+    def _end_ahead(self) -> None:
+        for row, ticket in self._ahead.values():
+            self._kept.pop(ticket, None)
+            self.finish(row)
+        self._ahead.clear()
 
     def finish(self, row: int) -> None:
-        """End it, behind the calls that are under way; its instance is closed."""
+        """End it, behind the calls that are under way; the instance is closed."""
         self._end(row, "close")
 
 
@@ -98,11 +129,6 @@ class AgentPool(RowPool):
         keep_loopback_direct(config.listen)
         super().__init__(config, file, _spec(config, file), scoring, num_ranks)
         self._started = False
-
-    @property
-    def most_at_once(self) -> int:
-        """Rows whose agents may run beside each other; whoever calls keeps to it."""
-        return self.num_workers * self.config.concurrency
 
     def start_processes(self) -> list[Answer]:
         """Returns when all of them have imported what their agents need: that is no row's time.
@@ -120,12 +146,17 @@ class AgentPool(RowPool):
         return answers
 
     def run(self, base_url: str, columns: Mapping[str, Any]) -> tuple[int, int]:
-        """A new row and the ticket of its agent's reward."""
+        """A new row and the ticket of the agent's reward."""
         return self._begun({"kind": "run", "base_url": base_url, "columns": dict(columns)})
 
     def finish(self, row: int) -> None:
-        """End it. An agent that still runs is cancelled; one that does not end then loses its process."""
-        self._end(row, "end", END_SECONDS)
+        """End it. An agent that still runs is cancelled, and left alone where it goes on all the same."""
+        self._end(row, "end", END_SECONDS + self.config.call_seconds)
+
+
+def name_of(columns: Mapping[str, Any]) -> str:
+    """The same for equal columns, on all ranks."""
+    return json.dumps(dict(columns), sort_keys=True, default=str)
 
 
 def _spec(config: EnvironmentConfig, file: str | None) -> FunctionSpec:

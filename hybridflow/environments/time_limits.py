@@ -6,14 +6,23 @@ from dataclasses import dataclass, field
 from hybridflow.config.environment import EnvironmentConfig
 
 KEY = "data.environment"
+MOST_STARTS = 3  # of a row whose process ends before anything of the model was heard there
+LOOK_SECONDS = 0.1  # between two looks at the limits of rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimeLimits:
     """Of one rollout, which begins when this is made. Each tells why something has taken too long; nothing else."""
 
     config: EnvironmentConfig
     begun: float = field(default_factory=time.monotonic)
+    looked: float = 0.0
+
+    def are_due(self) -> bool:
+        """Whether nobody has looked at the limits for a while; now somebody does."""
+        due = time.monotonic() >= self.looked + LOOK_SECONDS
+        self.looked = time.monotonic() if due else self.looked
+        return due
 
     def rollout(self) -> str:
         """Of all rows that have not ended."""
@@ -27,8 +36,8 @@ class TimeLimits:
 
     def request(self, expected: float) -> str:
         """Of an agent that has been expected to ask, or to end, since then."""
-        told = _late(expected, self.config.call_seconds, f"took longer than {KEY}.call_seconds")
-        return told and f"{told} without a request or a reward"
+        late = _late(expected, self.config.call_seconds, f"took longer than {KEY}.call_seconds")
+        return late and f"{late} without a request or a reward"
 
 
 def _late(begun: float, limit: float, what: str) -> str:

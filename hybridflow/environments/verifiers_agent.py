@@ -39,13 +39,13 @@ def number_of_tasks(name: str, python: str, arguments: Mapping[str, Any]) -> int
         raise ConfigError(f"data.environment.python = {python}: does not start: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{KEY} = {name}: was not loaded in {LOAD_SECONDS:g} s") from error
-    told = _told(ran.stdout.partition(b"\n")[0])
-    if told is None:
+    found = _told(ran.stdout.partition(b"\n")[0])
+    if found is None:
         last = ran.stderr.decode(errors="backslashreplace").strip().splitlines()[-1:]
         raise ConfigError(f"{KEY} = {name}: {python} ended with status {ran.returncode}: {''.join(last) or 'no word'}")
-    if told["problem"]:
-        raise ConfigError(f"{KEY} = {name}: {told['problem']}")
-    number: int | None = told["tasks"]
+    if found["problem"]:
+        raise ConfigError(f"{KEY} = {name}: {found['problem']}")
+    number: int | None = found["tasks"]
     return number
 
 
@@ -77,14 +77,14 @@ class Runner:
             limit=LONGEST_LINE,
         )
         assert process.stdout is not None
-        told = _told(await process.stdout.readline())
-        if told is None or told["problem"]:
-            raise RewardError(f"{KEY} = {name}: {told['problem'] if told else 'its process has ended'}")
+        found = _told(await process.stdout.readline())
+        if found is None or found["problem"]:
+            raise RewardError(f"{KEY} = {name}: {found['problem'] if found else 'its process has ended'}")
         return cls(process)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process answers no more."""
+        """Whether the process answers no more."""
         return self._reading.done()
 
     async def play(self, task: int, base_url: str, key: str) -> dict[str, Any]:
@@ -94,15 +94,15 @@ class Runner:
         self._calls[number] = answer
         self._send({"call": number, "task": task, "base_url": base_url, "key": key})
         try:
-            told = await answer
+            found = await answer
         except asyncio.CancelledError:
             self._send({"cancel": number})
             raise
         finally:
             self._calls.pop(number, None)
-        if told["problem"]:
-            raise RewardError(told["problem"])
-        return told
+        if found["problem"]:
+            raise RewardError(found["problem"])
+        return found
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -111,9 +111,9 @@ class Runner:
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            told = json.loads(line)
-            if (answer := self._calls.get(told["call"])) is not None and not answer.done():
-                answer.set_result(told)
+            found = json.loads(line)
+            if (answer := self._calls.get(found["call"])) is not None and not answer.done():
+                answer.set_result(found)
         ended = {"problem": f"the process of verifiers has ended with status {await self._process.wait()}"}
         for answer in self._calls.values():
             if not answer.done():
@@ -139,16 +139,16 @@ async def run(
     """
     key = "-" if token_file is None else word_of(token_file, "data.environment.token_file")
     runner = await _runner(name, python, arguments)
-    told = await runner.play(row[TASK], base_url, key)
+    found = await runner.play(row[TASK], base_url, key)
     if not parts:
-        return float(told["reward"])
-    missing = [part for part in parts if part not in told["scores"]]
+        return float(found["reward"])
+    missing = [part for part in parts if part not in found["scores"]]
     if missing:
         raise RewardError(
             f"data.environment.parts.{missing[0]}: no reward of the environment has this name; there are "
-            f"{', '.join(told['scores']) or 'none'}"
+            f"{', '.join(found['scores']) or 'none'}"
         )
-    return {part: told["scores"][part] for part in parts}
+    return {part: found["scores"][part] for part in parts}
 
 
 async def _runner(name: str, python: str, arguments: Mapping[str, Any]) -> Runner:
@@ -179,7 +179,7 @@ def _command(name: str, python: str, arguments: Mapping[str, Any], how: str) -> 
 def _told(line: bytes) -> dict[str, Any] | None:
     """The runner's first line; None where it has ended without one."""
     try:
-        told: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    return told
+    return found

@@ -30,7 +30,7 @@ SENT_ON = ("Authorization", "Content-Type", "x-stainless-retry-count")
 
 
 class Switchboard:
-    """One URL for all episodes, which sends each request on to its episode's own.
+    """One URL for all episodes, which sends each request on to the URL of the episode.
 
     verifiers keeps a client, with connections and certificates, for each URL that it has ever been given. Its requests
     have the number of the trace in a header.
@@ -42,9 +42,10 @@ class Switchboard:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        from aiohttp import ClientSession, ClientTimeout, web
+        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-        async with ClientSession(timeout=ClientTimeout(total=None)) as session:
+        connections = TCPConnector(limit=0)  # 100 by default: further rows would wait for an answer of these
+        async with ClientSession(timeout=ClientTimeout(total=None), connector=connections) as session:
 
             async def forwarded(request: web.Request) -> web.Response:
                 trace = request.headers.get(TRACE, "")
@@ -55,8 +56,8 @@ class Switchboard:
                 headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
                 where, body = f"{url}/{request.match_info['rest']}", await request.read()
                 async with session.request(request.method, where, data=body, headers=headers) as answer:
-                    told = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
-                    return web.Response(body=await answer.read(), status=answer.status, headers=told)
+                    kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+                    return web.Response(body=await answer.read(), status=answer.status, headers=kind)
 
             app = web.Application(client_max_size=1 << 26)
             app.add_routes([web.route("*", "/v1/{rest:.*}", forwarded)])
@@ -100,7 +101,7 @@ class Episodes:
         return self._tasks[number]
 
     async def play(self, number: int, base_url: str, key: str) -> dict[str, Any]:
-        """One episode of a task: its reward, its scores by name, or the problem that it had."""
+        """One episode of a task: the reward, scores by name, or a problem."""
         import verifiers.v1 as vf
 
         os.environ[KEY_VARIABLE] = key  # alike for all episodes
@@ -156,10 +157,10 @@ async def serve(episodes: Episodes, out: int) -> None:
 
     async def answer(asked: dict[str, Any]) -> None:
         try:
-            told = await episodes.play(asked["task"], asked["base_url"], asked["key"])
+            outcome = await episodes.play(asked["task"], asked["base_url"], asked["key"])
         except Exception as error:  # the boundary to the code of others
-            told = {"problem": said(error)}
-        tell(out, {"call": asked["call"], **told})
+            outcome = {"problem": said(error)}
+        tell(out, {"call": asked["call"], **outcome})
 
     running: dict[int, asyncio.Task[None]] = {}
     async with episodes.switchboard.serving(), episodes.environment.serving():

@@ -56,7 +56,7 @@ class Bookkeeping:
     trains: False where no model takes a step. rows: by model, the batch's rows in each optimizer step.
     """
 
-    shown: Mapping[str, str]  # stages of an iteration, and what a person is told of them
+    shown: Mapping[str, str]  # stages of an iteration, and what a person reads of each
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Bookkeeping:
         self.exchange, self.watch, self._watchdog = exchange, watch, watchdog
         self._stage = contextlib.ExitStack()
         self._dropped: list[Dropped] = []  # of the iteration, by draw
-        self._told: set[str] = set()  # reasons for which rows are left out
+        self._reported: set[str] = set()  # reasons for which rows are left out
         self._calls: list[FunctionCalls] = []
         self.rows: dict[str, list[Tensor]] = {}
         for role in roles.trained():
             role.takes_steps = trains
 
-    # ---- from the beginning of an iteration to its end
+    # ---- from the beginning of an iteration to the end
 
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
         self._stage.close()
@@ -101,7 +101,7 @@ class Bookkeeping:
         raise NotImplementedError
 
     def abandon(self, run: IterationData, state: RunState) -> None:
-        """Go back to `state`, the one before this iteration; only before its first optimizer step."""
+        """Go back to `state`, the one before this iteration; only before the first optimizer step."""
         self._stage.close()
         run.state = state
 
@@ -116,13 +116,13 @@ class Bookkeeping:
         return batch
 
     def enter(self, stage: str, iteration: int) -> None:
-        """End the current stage and begin this one: its clock, its deadline, and what the user is shown."""
+        """End the current stage and begin `stage`: clock, deadline, and the text that the user sees."""
         self._stage.close()
         self._watchdog.enter(stage)
         self._stage.enter_context(self.watch.phase(stage))
         self.hooks.show(f"iteration {iteration}: {self.shown[stage]}")
 
-    def stop_if_told(self, iteration: int) -> None:
+    def stop_if_requested(self, iteration: int) -> None:
         """Raise Stopped on all ranks or none, as long as the models are as the iteration before left them."""
         if not any(role.steps for role in self.roles.trained()) and self.hooks.should_stop():
             raise Stopped(f"in iteration {iteration}, before its first step")
@@ -138,10 +138,9 @@ class Bookkeeping:
             noted += [rows] * (len(role.steps) - len(noted))
 
     def note_parts(self, run: IterationData, scores: Scores, wholes: Sequence[Tensor]) -> None:
-        """Each part of the score, before its weight, of the responses that are trained on: its mean, and for samples.
+        """Note the unweighted parts of the score of the trained responses: means as metrics, values for samples.
 
-        What calls took and how many rows failed, of all responses; of an iteration that generates several times, of all
-        of them.
+        Seconds of calls and failed rows are of all responses, also where an iteration generates several times.
         """
         size, kept = len(run.rollout), ~run.rollout.failed
         run.score_parts = {name: whole[:size] for name, whole in scores.by_name(wholes).items()}
@@ -155,10 +154,10 @@ class Bookkeeping:
             run.metrics |= call_metrics(self._calls)
 
     def _note_dropped(self, dropped: Dropped) -> None:
-        """Rows that were left out when their turn came: counted, and the first for a reason is told."""
+        """Count rows that were left out when their turn came, and report the first row for each reason."""
         self._dropped.append(dropped)
-        for reason in [reason for reason in dropped.first if reason not in self._told]:
-            self._told.add(reason)
+        for reason in [reason for reason in dropped.first if reason not in self._reported]:
+            self._reported.add(reason)
             what = "has not started" if reason == "not started" else f"is {reason}"
             self.hooks.say(
                 f"data.train: a row that {what} is left out, and so is every later one: {dropped.first[reason]}"
@@ -172,7 +171,7 @@ class Bookkeeping:
 
 
 class OnlineBookkeeping(Bookkeeping):
-    """Of a run that learns from what its engine generates."""
+    """Of a run that learns from what the engine generates."""
 
     shown: Mapping[str, str] = {"rollout": "generating", "estimate": "scoring", "update": "updating"}
 
@@ -193,6 +192,7 @@ class OnlineBookkeeping(Bookkeeping):
         order = self._prompts.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
         self._generation.set_seed_position(order.position)
         drawn = self._prompts.draw(order, data.prompts_per_iteration)
+        self._prompts.start_ahead(order, data.prompts_per_iteration)
         self._note_dropped(drawn.dropped)
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
         run.state = replace(run.state, num_prompts_drawn=order.position)
@@ -227,7 +227,7 @@ class OnlineBookkeeping(Bookkeeping):
         interval = self._config.algorithm.kl.reset_reference_interval
         actor, reference = self.roles.actor, self.roles.reference
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
-            reference.become(actor)
+            reference.copy_weights(actor)
         metrics |= self._costs(run, batch)
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
@@ -242,7 +242,7 @@ class OnlineBookkeeping(Bookkeeping):
         counts = self._generation.turn_counts
         if counts is not None:
             values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)
-            found |= count_metrics(dict(zip(counts.names(), self.exchange.summed(values).tolist(), strict=True)))
+            found |= count_metrics(dict(zip(counts.names(), self.exchange.sum(values).tolist(), strict=True)))
         return found
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:

@@ -1,13 +1,13 @@
-"""Old log-probs of an iteration's first mini-batch: those that its own update computes.
+"""Old log-probs of an iteration's first mini-batch: the mini-batch's update computes them.
 
-Ratios are to the policy before the updates, and that policy is the one that the first step is taken from: a forward
-pass made for the old log-probs of its rows would compute the same numbers twice. So they are left out of it, are NaN
-until the step has been taken, so that nothing reads them before, and are whole when the iteration is:
+Ratios are to the policy before the updates, and the first step starts from the same policy. A forward pass for the old
+log-probs of the first mini-batch would compute the same numbers twice. So the pass leaves these rows out. Their old
+log-probs are NaN until the step has been taken, so that nothing reads them before:
 
     deferred = DeferredLogProbs(actor, rollout, rows)     # rows: those of the first mini-batch
     deferred.others()                           # old log-probs of the other rows, for `Run.whole`
     deferred.reads_own(objective)               # takes for the old log-probs of these rows what the step computes
-    deferred.taken()                            # the step is taken: from here on batches have them
+    deferred.mark_step_taken()                  # from here on batches have the old log-probs
     deferred.filled(batch, exchange)            # collective
 """
 
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
 class DeferredLogProbs:
-    """rows: (n,) int64 of the rollout, those of the first mini-batch in its order. Building it computes nothing."""
+    """rows: (n,) int64 of the rollout: the first mini-batch, in order. Building an object computes nothing."""
 
     def __init__(self, actor: Actor, rollout: RolloutBatch, rows: Tensor) -> None:
         self._actor, self._rollout, self._others = actor, rollout, _all_but(rows, len(rollout))
@@ -41,7 +41,7 @@ class DeferredLogProbs:
         return self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
 
     def masked(self, log_probs: Tensor) -> Tensor:
-        """Whole (T,) log-probs of the other rows, NaN in those of the first mini-batch until its step is taken."""
+        """Whole (T,) log-probs of the other rows, NaN in rows of the first mini-batch until the step is taken."""
         return log_probs if self._is_taken else log_probs.index_fill(0, self._places, torch.nan)
 
     def reads_own(self, objective: PolicyObjective) -> PolicyObjective:
@@ -57,24 +57,24 @@ class DeferredLogProbs:
 
         return replace(objective, loss=loss)
 
-    def taken(self) -> None:
+    def mark_step_taken(self) -> None:
         self._is_taken = True
 
     def filled(self, batch: Batch, exchange: Exchange) -> Batch:
-        """`batch`, of the rollout's rows, with all its old log-probs. Collective the first time."""
+        """`batch`, of the rollout's rows, with all old log-probs. Collective the first time."""
         if self._whole is None:
             own = self._nothing()
             if self._computed:
                 where = self._tokens[torch.cat([where for where, _ in self._computed])]
                 own = replace(own, where=where, values=torch.cat([values.float() for _, values in self._computed]))
-            self._whole = exchange.whole(own)
+            self._whole = exchange.gather(own)
             self._computed.clear()
         found = vars(batch)["log_probs"].clone()
         found[self._places] = self._whole[self._places]
         return replace(batch, **{"log_probs": found})
 
     def _nothing(self) -> PartialTensor:
-        return PartialTensor.nothing(len(self._rollout.input_ids))
+        return PartialTensor.empty(len(self._rollout.input_ids))
 
 
 def _all_but(rows: Tensor, number: int) -> Tensor:

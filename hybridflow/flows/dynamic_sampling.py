@@ -1,12 +1,12 @@
 """Dynamic sampling: train on groups that differ in their scores, and generate until there are enough. arXiv 2503.14476.
 
-A group, the responses to one prompt, is kept if its raw scores are not all the same: else every advantage is zero.
+A group, the responses to one prompt, is kept if the raw scores differ: else every advantage is zero.
 While groups are missing the next prompts are drawn and generated, `max_generation_rounds` times in an iteration at
-most; what is missing then is filled up with groups of equal scores, in order, so that a batch has always its size.
+most. Groups of equal scores, in order, then fill the batch up, so that every batch has the full size.
 
-Choices: the raw score decides, before penalties, normalisation and clipping; groups count in the order of their
-prompts; those beyond a full batch are the first of the next iteration (`surplus: keep`), one update older than its
-others, or are dropped.
+Choices: the raw score decides, before penalties, normalisation and clipping. Groups count in the order of the prompts.
+Groups beyond a full batch come first in the next iteration (`surplus: keep`), one update older than the other groups,
+or are dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,7 +108,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
         return rollout, run.scores(rollout)
     wanted, kept, equal = len(run.prompts), _from_before(run), list[Groups]()
     num_generated, num_rounds, num_before = 0, 0, len(kept) if kept is not None else 0
-    # the first round always: its prompts are drawn. A surplus may fill a batch where the config asked for more before
+    # the first round always: the prompts are drawn. A surplus may fill a batch where the config asked for more before
     while num_rounds == 0 or (num_rounds < c.max_generation_rounds and kept is not None and len(kept) < wanted):
         if num_rounds:
             run.draw()
@@ -129,7 +129,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
 
 
 def nothing_to_learn(scores: Tensor, rollout: RolloutBatch) -> Tensor:
-    """bool, one a group: whether those of its rows that have not failed score alike. One such row, or none, does so."""
+    """bool, one a group: whether the group's rows that have not failed score alike. One such row, or none, does."""
     failed, groups = rollout.failed, rollout.prompt_indices
     if failed.any():
         of_others = torch.full((int(groups.max()) + 1,), -torch.inf, dtype=scores.dtype)
@@ -144,7 +144,7 @@ def _from_before(run: Run) -> Groups | None:
     if surplus is None:
         return None
     groups = groups_of(surplus)
-    return groups if groups.sizes.tolist() == run.samples.each(groups.prompt_lengths) else None
+    return groups if groups.sizes.tolist() == run.samples.for_lengths(groups.prompt_lengths) else None
 
 
 def _generated(run: Run) -> Groups:

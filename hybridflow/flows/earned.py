@@ -9,7 +9,7 @@ from hybridflow.batch import RolloutBatch
 def earned_by_tokens(scores: Tensor, kl: Tensor, rollout: RolloutBatch, *, kl_coef: float) -> Tensor:
     """(T,): see `token_rewards`. scores: (N,). kl: (T,).
 
-    Each branch of a row earns the row's score at its own end: what one branch has written is no state of another.
+    Each branch of a row earns the row's score at the branch's end: text of one branch is no state of another.
     """
     of_branches = scores[rollout.rows_of_branches]
     return token_rewards(of_branches, kl, rollout.response_mask, lengths=rollout.branch_lengths, kl_coef=kl_coef)

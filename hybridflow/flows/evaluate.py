@@ -31,7 +31,7 @@ def evaluate(
         own = [*marks.parts, marks.failures]
     scores = scorer.scores(responses, prompts) if scorer is not None else None
     asked = [*own, *(scores.parts() if scores is not None else ())]
-    wholes = exchange.wholes(asked) if asked else []
+    wholes = exchange.gather_all(asked) if asked else []
     if isinstance(right, Tensor):
         values, failures = right.nan_to_num(0.0), right.isnan().float()
     else:

@@ -1,4 +1,4 @@
-"""An iteration on fixed data: one batch of rows, judged by the algorithm's loss, and one step along its gradient.
+"""An iteration on fixed data: one batch of rows, judged by the algorithm's loss, and one step along the gradient.
 
 sft           Supervised fine-tuning: the mean of -log pi over all tokens of the batch that count.
 reward_model  A Bradley-Terry model of pairs. Ouyang et al. 2022, arXiv 2203.02155.

@@ -1,7 +1,7 @@
 """What the losses on fixed data make of a batch, each of them once: a training step and an evaluation read the same.
 
-A loss that couples sequences is taken of the whole batch, which every rank holds, and its derivatives with respect to
-what a model has computed tell the model's step. So no two sequences have to share a micro-batch, a replica or a rank.
+A loss that couples sequences is computed on the whole batch, which every rank holds. The derivatives with respect to
+a model's outputs give the model's step. So no two sequences have to share a micro-batch, a replica or a rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,8 +59,8 @@ class KTOBatch(LabelledBatch):
 
 @dataclass(frozen=True)
 class LossResult(Generic[Batch]):
-    """each: the losses of its pairs, rows or tokens under "loss", and by name what else is worth knowing of some of
-    them. outputs: what the model gave of the batch, (T,) or (N,), which the losses are a function of."""
+    """each: the losses of the batch's pairs, rows or tokens under "loss", and other values by name, perhaps of some
+    rows alone. outputs: the model's outputs for the batch, (T,) or (N,), which the losses are a function of."""
 
     batch: Batch
     each: Mapping[str, Tensor]

@@ -97,8 +97,8 @@ class Generation:
     def engine_awake(self) -> Iterator[None]:
         """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
 
-        In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
-        that is so on every rank the KV cache takes its memory.
+        In strict order: memory that training alone needs is freed, weights are put in place, caches are emptied. The KV
+        cache takes memory only when every rank has come so far.
         """
         with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
             self._platform.empty_caches()
@@ -111,7 +111,7 @@ class Generation:
         rollout = self._hooks.load_rollout(prompts, iteration)
         self.scoring.begin(
             prompts,
-            self._sampling.samples.each(prompts.lengths.tolist()),
+            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
             limits=self._sampling.limits,
             generates=rollout is None,
             left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},
@@ -121,7 +121,7 @@ class Generation:
                 rollout = self._rollout(SAMPLED, prompts, iteration, self.scoring)
             self._hooks.save_rollout(iteration, rollout.tensors())
         self._num_sampled = 1  # also where an earlier start has sampled them
-        self.scoring.deal_out_remaining(rollout)
+        self.scoring.assign_rest(rollout)
         return rollout
 
     def _rollout(

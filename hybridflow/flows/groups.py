@@ -1,13 +1,13 @@
-"""Algorithms without a critic that judge a response against the others of its prompt; they differ by one function.
+"""Algorithms without a critic that judge a response against the others of the same prompt; they differ by one function.
 
     grpo      A = (r - mean) / (std + 1e-6)           Shao et al. 2024, arXiv 2402.03300, equations 3 and 4
-    dr_grpo   A = r - mean                            Liu et al. 2025, arXiv 2503.20783; its loss mean is `constant`
+    dr_grpo   A = r - mean                            Liu et al. 2025, arXiv 2503.20783; the loss mean is `constant`
     rloo      A = r - mean of the others              Ahmadian et al. 2024, arXiv 2402.14740
     opo       A = r - sum_j l_j r_j / sum_j l_j       Hao et al. 2025, arXiv 2505.23585
     maxrl     A = (r - mean) / mean                   arXiv 2602.02710
 
 Choices: A is the same for every token of a response; the std is the unbiased one; a KL is in the loss, but for RLOO,
-which takes that of the whole response off its score, as its paper does.
+which takes the KL of the whole response off the response's score, as the paper does.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ class Pending(Protocol):
     def parts(self) -> tuple[PartialTensor, ...]: ...
 
     def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
-        """The tensor, of its parts when they are whole."""
+        """The tensor, made of whole parts."""
 
 
 class Known:
@@ -37,9 +37,9 @@ def exchanged(
     Errors: NonFinite, naming the row of `batch`, where a number is not finite.
     """
     parts = {name: () if isinstance(x, Tensor) else x.parts() for name, x in asked.items()}
-    flat = [part for its in parts.values() for part in its]
-    wholes = iter(exchange.wholes(flat) if flat else [])
-    found = {name: [next(wholes) for _ in its] for name, its in parts.items()}
+    flat = [part for some in parts.values() for part in some]
+    wholes = iter(exchange.gather_all(flat) if flat else [])
+    found = {name: [next(wholes) for _ in some] for name, some in parts.items()}
     known = {name: x if isinstance(x, Tensor) else x.put_together(found[name]) for name, x in asked.items()}
     check_finite(known, batch)
     return known, found

@@ -19,7 +19,7 @@ from hybridflow.roles.values import Critic, TrainedRewardModel
 
 @dataclass(frozen=True)
 class Roles:
-    """The models of a run; None where its algorithm has none."""
+    """The models of a run; None where the algorithm has none."""
 
     actor: Actor | None = None
     critic: Critic | None = None

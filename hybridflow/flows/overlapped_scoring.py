@@ -2,12 +2,12 @@
 
     scoring.begin(prompts, samples)                  # cut in units, before a token is generated
     generator.generate(..., listener=scoring)        # calls on_response, on_engine_step, on_replica_done
-    scoring.deal_out_remaining(rollout)              # one exchange: who has done what; the rest is dealt out
+    scoring.assign_rest(rollout)                     # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
-Users' functions that may be are called, in processes of their own, from the first finished prompt on. A replica that
-has no response left to wait for runs units, model after model, until the last replica is done: its own, and then those
-that others announce, which still generate. Results depend on the units alone, and these follow from the prompts.
+Worker processes call users' functions, where the config allows, from the first finished prompt on. A replica without
+responses to wait for runs units, model after model, until the last replica is done. The replica's units come first, and
+then units that others announce, which still generate. Results depend on the units alone; units follow from the prompts.
 """
 
 import time
@@ -40,13 +40,13 @@ PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
 ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together
 NOTES_PER_SECOND = 300_000  # that the store hands out to them: each asks for those of all replicas
-Taken = tuple[int, TokenLists | None]  # a unit, with its responses where another replica has generated them
-Step = tuple[int, tuple[Taken, ...]]  # a model and units for it
+TakenUnit = tuple[int, TokenLists | None]  # a unit, with the responses where another replica has generated them
+Step = tuple[int, tuple[TakenUnit, ...]]  # a model and units for it
 
 
 @dataclass(frozen=True)
 class OverlappedModel:
-    """A model that scores while others generate, the call that scores, and its blocks on each replica's ranks."""
+    """A model that scores while others generate, the call that scores, and the blocks on each replica's ranks."""
 
     role: Role
     results: Callable[[RolloutBatch], PartialTensor]
@@ -76,7 +76,7 @@ class _Unfinished:
 
 
 class OverlappedScoring:
-    """Of this rank. Building it is collective over the world, and so are `begin` and `deal_out_remaining`.
+    """Of this rank. Building it is collective over the world, and so are `begin` and `assign_rest`.
 
     models: those of `placement.overlapped_scoring.models_that_wait`, alike on all ranks; with them goes a store client.
     """
@@ -121,7 +121,7 @@ class OverlappedScoring:
         """
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
         shares = prompts_of_replicas(prompts, self._samples, limits, len(self._layout.replicas))
-        longest = torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+        longest = torch.tensor(limits.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         costs = (prompts.lengths + self._samples * longest).tolist()
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
@@ -146,7 +146,7 @@ class OverlappedScoring:
     # ---- while it is generated
 
     def on_response(self, row: int, response: Response) -> None:
-        """See `RolloutListener`. Calls the functions when it was the last response to its prompt."""
+        """See `RolloutListener`. Calls the functions after the last response to a prompt."""
         group = self._of_prompts.get(row)
         if group is not None and group.add(row, response):
             assert self._calls is not None, "there are groups only where functions are called"
@@ -185,13 +185,13 @@ class OverlappedScoring:
                         _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, given))
 
     def _next_step(self) -> Step | None:
-        """What the ranks of this replica do next; None when nobody generates any more. Asked of its first rank."""
+        """What the ranks of this replica do next; None when nobody generates any more. Only the first rank is asked."""
         while self._board is not None and self._others_generate(self._board):
             for model, pending in self._pending.items():
-                taken = self._taken(model, pending)
+                taken = self._take_units(model, pending)
                 if taken:
                     return model, tuple(taken)
-            if not self._told(self._board):
+            if not self._add_announced(self._board):
                 count = len(self._layout.replicas)
                 pause = max(count / ASKS_PER_SECOND, count * count / NOTES_PER_SECOND)
                 time.sleep(pause)
@@ -201,12 +201,12 @@ class OverlappedScoring:
     def _others_generate(self, board: WorkQueue) -> bool:
         return board.others_generate()
 
-    def _taken(self, model: int, pending: list[int]) -> list[Taken]:
-        """Units for the model that no other replica runs: one for each of its blocks here, if there are as many.
+    def _take_units(self, model: int, pending: list[int]) -> list[TakenUnit]:
+        """Units for the model that no other replica runs: one for each of the model's blocks here, as far as they go.
 
-        One whose responses the store does not give is left for the end, when whole rollouts are exchanged.
+        A unit whose responses the store does not give waits for the end, when whole rollouts are exchanged.
         """
-        found: list[Taken] = []
+        found: list[TakenUnit] = []
         assert self._board is not None, "the first rank of a replica"
         while pending and len(found) < len(self._blocks(self._models[model])):
             unit = pending.pop(0)
@@ -218,15 +218,15 @@ class OverlappedScoring:
                 found.append((unit, responses))
         return found
 
-    def _told(self, board: WorkQueue) -> bool:
-        """Whether others have announced units."""
+    def _add_announced(self, board: WorkQueue) -> bool:
+        """Add units that other replicas have announced; whether there were any."""
         found = board.announced()
         for pending in self._pending.values():
             pending += found
         return bool(found)
 
     def _agreed(self, step: Step | None) -> Step | None:
-        """That of the replica's first rank, on all of its ranks: what follows is collective."""
+        """The step of the replica's first rank, on all ranks of the replica: the step is collective."""
         if self._group is None:
             return step
         assert self._replica is not None, "a rank that generates"
@@ -246,7 +246,7 @@ class OverlappedScoring:
 
     # ---- when it is whole
 
-    def deal_out_remaining(self, rollout: RolloutBatch) -> None:
+    def assign_rest(self, rollout: RolloutBatch) -> None:
         """Tell all ranks which units are scored, and deal out the rest. Of a rollout from disk nothing is scored."""
         if not self._begun:
             return
@@ -260,10 +260,10 @@ class OverlappedScoring:
                 part[list(model.ahead.known)] = model.role.grid.dp_rank + 1
         if self._calls is not None:
             parts[-1][list(self._calls.close())] = self._rank + 1
-        owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
+        owners = [(part - 1).tolist() for part in self._exchange.sum(done).cpu().split(sizes)]
         tokens = {units: tokens_of_units(rollout, units) for units in {model.ahead.units for model in self._models}}
         for model, own in zip(self._models, owners, strict=False):
-            model.ahead.deal_out_remaining(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
+            model.ahead.assign_rest(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
             self._calls.call_remaining(rollout, owners[-1])
 
@@ -276,7 +276,7 @@ class OverlappedScoring:
     def _own_prompts(
         self, shares: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """(prompt, rows) of those that this rank calls the functions for: those of its replica in turn."""
+        """(prompt, rows) that this rank calls the functions for: the replica's ranks take prompts in turn."""
         if self._replica is None:
             return []
         ranks, first = self._layout.replicas[self._replica], [0, *accumulate(samples)]
@@ -299,7 +299,7 @@ def _run(model: OverlappedModel, unit: int, rows: Sequence[int], batch: RolloutB
     wanted = set(model.ahead.units.rows[unit])
     if len(wanted) < len(rows):
         batch = batch.select(torch.tensor([place for place, row in enumerate(rows) if row in wanted]))
-    with model.role.alone():
+    with model.role.computing_all_rows():
         result = model.results(batch)
     if model.role.grid.contributes:
         model.ahead.keep(unit, result)

@@ -37,7 +37,7 @@ DTYPES = {name: torch.bool for name in ("truncated", "response_mask", STARTS)} |
 
 
 def dumped_batches(path: Path) -> dict[int, Path]:
-    """The dumped batches of a run directory, of its batches/, or a single one, by iteration, which ascends.
+    """Dumped batches by ascending iteration. path: a run directory, a batches/ directory, or a single batch.
 
     Errors: DataError where there is none.
     """
@@ -149,8 +149,8 @@ class Replay:
     def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
         """How far what an iteration computed is from what the file holds beside the rollout: a line."""
         file = self.files[number]
-        told = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
-        return [f"iteration {number}: largest differences to {file}: {told}"]
+        found = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
+        return [f"iteration {number}: largest differences to {file}: {found}"]
 
     def cache_report(self) -> dict[str, Any] | None:
         """There is no engine."""
@@ -183,9 +183,9 @@ class Replay:
         """Of every row, as this config's environment gives them."""
         found, expected = tensors.get(REWARDS), (len(tensors["lengths"]), self._num_rewards)
         if found is None or found.shape != expected or found.dtype != torch.float32:
-            told = "none" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+            kind = "none" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
             raise DataError(
-                f"{file}: {REWARDS} is {told}; data.environment asks for torch.float32 {expected}, a reward, or each "
+                f"{file}: {REWARDS} is {kind}; data.environment asks for torch.float32 {expected}, a reward, or each "
                 f"of its parts, of each row"
             )
         return found
@@ -238,7 +238,7 @@ def _checked(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def with_experts(rollout: RolloutBatch, experts: Tensor | None, records: RoutingRecords | None) -> RolloutBatch:
-    """What `Replay.read` gave, its experts in the records. Local, and alike on all ranks."""
+    """What `Replay.read` gave, with the experts in the records. Local, and alike on all ranks."""
     return rollout if experts is None or records is None else records.take(rollout, experts)
 
 
@@ -253,7 +253,7 @@ def _check_prompts(
     file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: LengthBuckets[int]
 ) -> None:
     """The rows answer these prompts: as many each, side by side, and token by token where a prompt has tokens."""
-    counts = samples_per_prompt.each(prompts.lengths.tolist())
+    counts = samples_per_prompt.for_lengths(prompts.lengths.tolist())
     expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     if not torch.equal(rollout.prompt_indices, expected):
         raise DataError(

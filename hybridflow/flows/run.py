@@ -26,7 +26,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.losses import PolicyLoss, Update
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, FlowError
 from hybridflow.flows.bookkeeping import Bookkeeping, OnlineBookkeeping
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.finite import check_finite
@@ -50,7 +50,7 @@ Role = TypeVar("Role")
 
 
 class Run(IterationData):
-    """Gives a flow its models, prompts, rollouts and state. `iteration` counts from 1; a flow may add to `metrics`."""
+    """Gives a flow the models, prompts, rollouts and state. `iteration` counts from 1; a flow may add to `metrics`."""
 
     def __init__(self, config: AnyConfig, book: Bookkeeping, generation: Generation | None = None) -> None:
         kl_coef = config.algorithm.kl.coef if isinstance(config, ExperimentConfig) else 0.0
@@ -99,13 +99,14 @@ class Run(IterationData):
 
     @property
     def samples(self) -> LengthBuckets[int]:
-        """How many responses a prompt has, by its length."""
+        """How many responses a prompt has, by the prompt's length."""
         return self._online.sampling.samples
 
     @property
     def max_length(self) -> int:
         """data.max_length, tokens of a sequence. Only for flows on rows of files."""
-        assert isinstance(self._config, FixedDataConfig), "rows of files have one"
+        if not isinstance(self._config, FixedDataConfig):
+            raise FlowError("the flow asks for run.max_length: only a run on the rows of files has data.max_length")
         return self._config.data.max_length
 
     @overload
@@ -122,7 +123,7 @@ class Run(IterationData):
         self._book.enter("rollout", self.iteration)
         rollouts = generation.responses((how, *more), self.prompts, self.iteration, self._deferred_rows())
         self._book.enter("estimate", self.iteration)
-        self._book.stop_if_told(self.iteration)
+        self._book.stop_if_requested(self.iteration)
         self.rollout = rollouts[0]
         for rollout in rollouts:
             check_finite({"rollout_log_probs": rollout.rollout_log_probs}, rollout)
@@ -134,7 +135,8 @@ class Run(IterationData):
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
         """Replace the iteration's prompts (by their numbers in the data set), rollout and parts of scores."""
-        assert isinstance(self._book, OnlineBookkeeping), "rows of files are not chosen"
+        if not isinstance(self._book, OnlineBookkeeping):
+            raise FlowError("the flow calls run.take: a run on the rows of files chooses no prompts")
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._book.prompts_at(prompt_rows)
 
@@ -155,9 +157,9 @@ class Run(IterationData):
     # ---- log-probs
 
     def old_log_probs(self, rollout: RolloutBatch) -> PartialTensor | Tensor:
-        """(T,) log-probs in the ratio's denominator: the actor's before its updates, or the engine's.
+        """(T,) log-probs in the ratio's denominator: the actor's before the updates, or the engine's.
 
-        Some flows read old log-probs in ratios alone. There the first mini-batch has NaN until its update computes the
+        Some flows read old log-probs in ratios alone. There the first mini-batch has NaN until the update computes the
         values: see `flows.deferred_log_probs`.
         """
         if self._online.algorithm.policy.old_log_probs == "engine":
@@ -212,16 +214,16 @@ class Run(IterationData):
                 yield batch.select(rows)
                 self._book.note_rows(rows)
                 if self.deferred is not None:
-                    self.deferred.taken()
+                    self.deferred.mark_step_taken()
 
     def about_to_step(self, batch: RolloutBatch, metrics: Metrics | None = None) -> None:
-        """Begin the update phase: check that all ranks have the same batch; end the run if it was told to.
+        """Begin the update phase: check that all ranks have the same batch; end the run after a request to end.
 
         metrics: of the loss, recorded as MODEL/NAME; for flows that give gradients, whose step knows no loss.
         """
         self._book.enter("update", self.iteration)
         self._book.agree_on(batch, self.iteration)
-        self._book.stop_if_told(self.iteration)
+        self._book.stop_if_requested(self.iteration)
         name = self._book.roles.trained()[0].name
         self.metrics |= {f"{name}/{key}": value for key, value in (metrics or {}).items()}
 
@@ -233,7 +235,8 @@ class Run(IterationData):
 
     @property
     def _online(self) -> ExperimentConfig:
-        assert isinstance(self._config, ExperimentConfig), "a run on the rows of files generates nothing"
+        if not isinstance(self._config, ExperimentConfig):
+            raise FlowError("the flow asks for sampling and rewards: a run on the rows of files generates nothing")
         return self._config
 
     def _rows(self, prompt_indices: Tensor, update: Update, epoch: int = 0) -> Sequence[Tensor]:
@@ -245,10 +248,10 @@ class Run(IterationData):
         return self._book.trains and first_step_tells(self._online.algorithm, self.iteration)
 
     def _deferred_rows(self) -> list[int]:
-        """Rows of the next rollout whose old log-probs come with the first step: its first mini-batch's."""
+        """Rows of the next rollout whose old log-probs come with the first step: the first mini-batch."""
         if not self._defers():
             return []
-        samples = torch.tensor(self.samples.each(self.prompts.lengths.tolist()))
+        samples = torch.tensor(self.samples.for_lengths(self.prompts.lengths.tolist()))
         prompt_indices = torch.arange(len(samples)).repeat_interleave(samples)
         return self._rows(prompt_indices, self._online.algorithm.update)[0].tolist()
 

@@ -1,4 +1,4 @@
-"""What the optimizer steps of an iteration told, put together over all ranks."""
+"""The results of the optimizer steps of an iteration, put together over all ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ def step_metrics(
     for role in roles:
         for names in dict.fromkeys(step.names for step in role.steps):  # one, unless objectives differ
             numbers = [i for i, step in enumerate(role.steps) if step.names == names]
-            results = exchange.summed(torch.stack([role.steps[i].values for i in numbers]))
+            results = exchange.sum(torch.stack([role.steps[i].values for i in numbers]))
             _check(role, numbers, results, rows[role.name], batch=batch, exchange=exchange)
             means = zip(names, results.mean(0).tolist(), strict=True)
             metrics |= {f"{role.name}/{name}": mean for name, mean in means}
@@ -34,12 +34,11 @@ def step_metrics(
 def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
     """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
     own = actor.routing_counts.clone()
-    alike = (
-        actor.grid.layout.replicas_per_expert_copy == 1
-    )  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
+    # tensor-parallel ranks choose alike, and one counts; else each rank counts the rank's tokens
+    alike = actor.grid.layout.replicas_per_expert_copy == 1
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
-    differ, pairs = exchange.summed(own).tolist()
+    differ, pairs = exchange.sum(own).tolist()
     return {"rollout/experts_differ": differ / pairs} if pairs else {}
 
 

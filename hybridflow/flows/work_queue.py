@@ -1,6 +1,6 @@
 """What engine replicas tell each other through the store while a rollout is made.
 
-    board.done()                          # this replica has generated all of its rows
+    board.done()                          # this replica has generated all rows of the replica
     board.others_generate()               # asks the store
     board.announce(unit, tokens)          # while somebody waits: a unit whose responses are all there
     board.announced()                     # those that are new to this replica, as the store said last
@@ -63,7 +63,7 @@ class WorkQueue:
         """Replicas that have generated all of their rows."""
         notes = self._notices.read_all(self._keys)
         self._last = [] if notes is None else [ReplicaProgress.read(text) for text in notes]
-        return sum(its.done for its in self._current())
+        return sum(progress.done for progress in self._current())
 
     def others_generate(self) -> bool:
         return 0 < self.num_done() < len(self._keys)
@@ -74,8 +74,8 @@ class WorkQueue:
             self._tell(self._own._replace(units=(*self._own.units, unit)))
 
     def announced(self) -> list[int]:
-        """Units that this replica has not been told before, by replica."""
-        found = [unit for its in self._current() for unit in its.units if unit not in self._seen]
+        """Units that this replica has not seen before, by replica."""
+        found = [unit for replica in self._current() for unit in replica.units if unit not in self._seen]
         self._seen.update(found)
         return found
 
@@ -98,7 +98,7 @@ class WorkQueue:
 
     def _current(self) -> list[ReplicaProgress]:
         """Of the replicas that are in this rollout."""
-        return [its for its in self._last if its.rollout == self._own.rollout]
+        return [progress for progress in self._last if progress.rollout == self._own.rollout]
 
 
 def _progress_key(replica: int) -> str:

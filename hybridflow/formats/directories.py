@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def replace_directory(partial: Path, target: Path) -> None:
-    """Move a finished directory to its place; what stood there goes away only then, and is back if that fails."""
+    """Move a finished directory to `target`. The old target goes away only then, and is back if the move fails."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

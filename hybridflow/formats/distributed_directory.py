@@ -1,6 +1,6 @@
 """The tensors of a torch_dist directory, read by the box.
 
-It may come from any layout of ranks: a tensor is read by its global indices, wherever its chunks lie.
+The directory may come from any layout of ranks: a tensor is read by global indices, wherever the chunks lie.
 """
 
 import os
@@ -24,7 +24,7 @@ DESCRIPTION = "metadata.json"  # megatron's, beside DCP's .metadata
 def is_distributed(path: str | Path) -> bool:
     """Whether a directory says that it is a torch_dist checkpoint.
 
-    Errors: CheckpointError where it says so of another backend, or its metadata.json is damaged or alone missing.
+    Errors: CheckpointError where the backend is another one, or metadata.json is damaged or alone missing.
     """
     file, metadata = Path(path) / DESCRIPTION, Path(path) / METADATA
     if not os.path.lexists(file):
@@ -59,7 +59,7 @@ class DistributedDirectory:
         return key in self._stored
 
     def file_of(self, key: str) -> Path:
-        """The file of its first chunk."""
+        """The file of the tensor's first chunk."""
         stored = self._stored[key]
         return stored.chunks[0].file if stored.chunks else self.path / METADATA
 
@@ -72,10 +72,11 @@ class DistributedDirectory:
         return out
 
     def read_into(self, key: str, offset: Shape, out: Tensor) -> None:
-        """Fill `out`, which may be a view with strides, with the box of its shape at `offset`."""
+        """Fill `out`, which may be a view with strides, with the box of out's shape at `offset`."""
         stored, size = self._stored[key], tuple(out.shape)
         whole, shape = stored.info.shape, [o + n for o, n in zip(offset, size, strict=True)]
-        assert all(end <= n for end, n in zip(shape, whole, strict=True)), f"{key}: {offset} + {size} in {whole}"
+        if any(end > n for end, n in zip(shape, whole, strict=True)):
+            raise CheckpointError(f"{self.path / METADATA}: {key} has shape {whole}, asked for {size} at {offset}")
         self.check_complete(key)
         for chunk in stored.chunks_in(offset, size):
             low = tuple(map(max, offset, chunk.offset))

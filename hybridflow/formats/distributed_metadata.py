@@ -1,7 +1,7 @@
 """`.metadata` of a torch.distributed.checkpoint directory: which tensors there are, and where their chunks lie.
 
 tensor    global shape and dtype; chunks that cover it, each a box
-chunk     offset and size in the tensor; file, first byte and length of its record, which torch.save wrote
+chunk     offset and size in the tensor; file, first byte and length of the chunk's record, which torch.save wrote
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ class StoredChunk(NamedTuple):
 
 @dataclass
 class StoredTensor:
-    """A tensor and its chunks, found by the leading dimensions in which every chunk has the size 1."""
+    """A tensor and all chunks of the tensor, found by the leading dimensions in which every chunk has the size 1."""
 
     key: str
     info: TensorInfo
@@ -173,7 +173,7 @@ def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, files: "_Fil
 
 
 class _Files(dict[str, Path | None]):
-    """The files of a directory by the paths that its metadata has; None for a path that leads out of it."""
+    """The files of a directory by the paths in the metadata; None for a path that leads out of the directory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -200,16 +200,16 @@ def _check_files(tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
         for chunk in tensor.chunks:
             spans[chunk.file].append((chunk.start, chunk.start + chunk.length, tensor.key))
-    for file, its in sorted(spans.items()):
-        its.sort()
-        for (_, end, key), (start, _, other) in pairwise(its):
+    for file, held in sorted(spans.items()):
+        held.sort()
+        for (_, end, key), (start, _, other) in pairwise(held):
             if start < end:
                 raise CheckpointError(f"{file}: byte {start} belongs to {key} and to {other} by {METADATA}")
         try:
             with opened(file) as fd:
                 size = file_size(fd)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {METADATA} lists it, with {its[0][2]}") from error
-        _, end, key = its[-1]
+            raise CheckpointError(f"{error}; {METADATA} lists it, with {held[0][2]}") from error
+        _, end, key = held[-1]
         if size < end:
             raise CheckpointError(f"{file}: is damaged or cut short: it has {size} bytes, {key} ends at {end}")

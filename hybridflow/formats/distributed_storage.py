@@ -1,8 +1,8 @@
-"""Write records of torch.distributed.checkpoint one chunk at a time: its planner and its writer with lazy tensors.
+"""Write records of torch.distributed.checkpoint (DCP) one chunk at a time: planner and writer with lazy tensors.
 
-DCP's own `FileSystemWriter` keeps the last tensor of every key until its file is complete, and DCP's planner wants all
+DCP's own `FileSystemWriter` keeps the last tensor of every key until the file is complete, and DCP's planner wants all
 tensors at hand. Seen in torch 2.13. `save` is DCP's, with its collectives; `write_records` and `write_metadata` are the
-same without any, for ranks that write in the background and tell each other by other means where their records lie.
+same without any, for ranks that write in the background and share the places of records by other means.
 """
 
 import os
@@ -152,7 +152,7 @@ def save(
     group: ProcessGroup | None,
     written: Written,
 ) -> None:
-    """DCP's save: every rank of the group its items and under the keys `empty` no object, the first the metadata.
+    """DCP's save: every rank of the group writes items, and no object under the keys `empty`; the first, the metadata.
 
     Errors: what reading or writing an item raised on any rank, on every rank.
     """
@@ -185,7 +185,7 @@ class _WithoutChecksums(torch.serialization._open_zipfile_writer_buffer):
 
 
 class _Planner(SavePlanner):
-    """Plans from shapes and dtypes; a tensor comes to be when its turn to be written has come."""
+    """Plans from shapes and dtypes; a tensor is made just before the tensor is written."""
 
     def __init__(self, items: Sequence[Chunk], empty: Sequence[str]) -> None:
         self._empty = empty
@@ -213,7 +213,7 @@ class _Planner(SavePlanner):
 
 
 def _tensor_of(item: Chunk) -> Tensor:
-    """On the CPU, in a storage of its own size: torch.save writes the whole storage."""
+    """On the CPU, in a storage of the tensor's size: torch.save writes the whole storage."""
     tensor = item.read().detach().cpu().contiguous()
     assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), (
         f"{item.key}: {tensor.dtype} {tuple(tensor.shape)}, planned {item.dtype} {item.shape}"
@@ -298,7 +298,7 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        sync(self._directory / METADATA)  # torch syncs it before its last bytes have left Python's buffer
+        sync(self._directory / METADATA)  # torch syncs the file before the last bytes have left Python's buffer
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # neither the path nor a random identity

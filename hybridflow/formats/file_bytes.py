@@ -14,8 +14,8 @@ from hybridflow.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-PIECE_BYTES = 32 << 20  # of a buffer for what cannot be read to its place
-LONG_RUN_BYTES = 64 << 10  # from here on a run of bytes is worth a call of its own
+PIECE_BYTES = 32 << 20  # of a buffer for bytes that cannot be read into the tensor directly
+LONG_RUN_BYTES = 64 << 10  # from here on a run of bytes is worth one system call
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def read_box(fd: int, file: Path, start: int, whole: Shape, offset: Shape, out: 
     """Fill `out`, which may be a view with strides, with the box at `offset` of a tensor of shape `whole`.
 
     The tensor lies in the file from byte `start` on, in row-major order. What is contiguous in the file and in `out` is
-    read to its place, the rest through a buffer of at most PIECE_BYTES.
+    read directly, the rest through a buffer of at most PIECE_BYTES.
     """
     if out.numel() == 0:
         return
@@ -104,7 +104,7 @@ def start_writing(fd: int, start: int, stop: int) -> None:
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, which live as long as the view.
 
-    numpy would do the same, but a storage that numpy has seen never changes its size again. The reshard empties the
+    numpy would do the same, but a storage that numpy has seen never changes size again. The reshard empties the
     storages of weights that a checkpoint reads and writes.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tuple(tensor.shape)} on {tensor.device}"

@@ -1,4 +1,4 @@
-"""Whether a file is what it was when it was written: by its size, and by the CRC-32 of its bytes. Without torch."""
+"""Whether a file has changed since it was written: by the size, and by the CRC-32 of the bytes. Without torch."""
 
 import zlib
 from collections.abc import Callable

@@ -41,7 +41,7 @@ def num_bytes(info: TensorInfo) -> int:
 
 
 def plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> dict[str, str]:
-    """File of each tensor, filled in order. One larger than `max_file_bytes` has a file of its own."""
+    """File of each tensor, filled in order. A tensor larger than `max_file_bytes` is alone in a file."""
     groups: list[list[str]] = [[]]
     room = max_file_bytes
     for name, info in tensors.items():
@@ -73,7 +73,7 @@ def write_safetensors(
     *,
     written: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the tensors in their order; `read` gives each when its turn has come, and it is freed before the next.
+    """Write the tensors in their order: `read` gives a tensor, which is written and freed before the next `read`.
 
     What is written is on the disk when this returns. `written` gets the bytes of each tensor. Errors: CheckpointError
     where the file cannot be written.

@@ -1,7 +1,7 @@
 """Unpickling that runs nothing: classes of the pickle become inert records.
 
 What checkpoints of torch hold beside the payload are pickles. They are read here by Python's own unpickler (that of C
-trusts numbers in the pickle with its memory) without the opcodes that only other pickles need, and with names from an
+trusts numbers in the pickle with memory) without the opcodes that only other pickles need, and with names from an
 allow-list alone, none of which leads to code.
 """
 
@@ -34,7 +34,7 @@ REFUSED = frozenset(
 
 
 class PickledObject:
-    """An object of the pickle: its state as it stands there. It runs nothing and keeps no arguments."""
+    """An object of the pickle: the state as the pickle has it. The object runs nothing and keeps no arguments."""
 
     state: Any = None
 

@@ -1,8 +1,8 @@
 """Safetensors files of a HuggingFace directory, read by the slice.
 
 A file is 8 bytes (the length of the header), the header (JSON: dtype, shape and byte range of every tensor) and the
-tensors one after the other. Every header is checked against its file and the index when the directory is opened; no
-file stays open or mapped: a read takes the bytes it needs into memory of its own.
+tensors one after the other. Every header is checked against the file and the index when the directory is opened. No
+file stays open or mapped: a read copies the bytes into new memory.
 """
 
 from collections.abc import Mapping
@@ -96,11 +96,11 @@ class SafetensorsDirectory:
         check_readable(file, name, info, shape)
         assert sum(map(prod, pieces.values())) == prod(shape), f"{name}: {shape} is not made of {list(pieces.values())}"
         del self._entries[name]
-        for piece, its in pieces.items():
+        for piece, size in pieces.items():
             if piece in self._entries:
                 raise CheckpointError(f"{file}: has {name}, and {piece} besides")
-            self._entries[piece] = HeaderEntry(file, start, TensorInfo(its, info.dtype))
-            start += prod(its) * info.dtype.itemsize
+            self._entries[piece] = HeaderEntry(file, start, TensorInfo(size, info.dtype))
+            start += prod(size) * info.dtype.itemsize
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
     def file_of(self, name: str) -> Path:

@@ -1,6 +1,6 @@
 """One record of a torch_dist file: the zip archive that torch.save made of one tensor, somewhere in the file.
 
-data.pkl    how the tensor is made of its storage: dtype, shape, strides
+data.pkl    how the tensor is made of the storage: dtype, shape, strides
 data/0      the bytes of the storage, not compressed
 """
 
@@ -81,7 +81,7 @@ def payload_start(fd: int, file: Path, start: int, length: int, info: TensorInfo
 
 
 def load_record(fd: int, file: Path, start: int, length: int, info: TensorInfo) -> Tensor:
-    """The whole tensor of a record, whatever its strides.
+    """The whole tensor of a record, with any strides.
 
     Errors: ValueError where the record is damaged or holds another shape or dtype.
     """
@@ -119,7 +119,7 @@ def _member(members: dict[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
 
 
 def _data_start(fd: int, file: Path, start: int, length: int, member: zipfile.ZipInfo) -> int:
-    """Byte of the file where the data of a member starts: after its local header, name and extra field."""
+    """Byte of the file where the data of a member starts: after the local header, name and extra field."""
     if not 0 <= member.header_offset <= length - LOCAL_HEADER_BYTES:
         raise ValueError(f"{member.filename} starts outside of the record")
     header = read_bytes(fd, file, start + member.header_offset, LOCAL_HEADER_BYTES)
@@ -133,7 +133,7 @@ def _data_start(fd: int, file: Path, start: int, length: int, member: zipfile.Zi
 
 
 def _described(data: bytes) -> tuple[str, torch.dtype, int, int, Shape, Shape] | None:
-    """(storage, its dtype and elements, first element, shape, strides); None for what is not simply one tensor."""
+    """(storage, dtype, elements in the storage, first element, shape, strides); None for what is not one tensor."""
     names = {("torch._utils", "_rebuild_tensor_v2"): lambda *args: ("tensor", *args), **STORAGES}
     try:
         found = load_plain(data, names, persistent=lambda pid: pid)

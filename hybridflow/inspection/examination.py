@@ -3,7 +3,7 @@
     report = examine(CommandLeader(store, world_size, participant.perform), started, config)
 
 Every step asks some ranks and waits so long for their answers. A rank that gives none is left out from then on, and
-its host is named in the report.
+the report names the rank's host.
 """
 
 import time
@@ -107,7 +107,7 @@ class Examination:
         return [rank for rank in host.ranks if fact in self._facts.get(rank, {})]
 
     def _of_hosts(self, fact: str) -> dict[str, Any]:
-        """By host, what its first rank has told."""
+        """By host, the answers of the host's first rank."""
         firsts = {host.name: self._facts.get(host.ranks[0], {}) for host in self._hosts}
         return {name: facts[fact] for name, facts in firsts.items() if fact in facts}
 
@@ -155,7 +155,7 @@ class Examination:
         self._all_reduces({"the first ranks of all hosts": firsts}, BETWEEN)
 
     def _measure_all_ranks(self) -> None:
-        """As training makes its groups: every rank meets every other one."""
+        """As training makes groups: every rank meets every other one."""
         present = tuple(rank for host in self._hosts for rank in host.ranks if rank not in self._leader.missing)
         if len(self._hosts) > 1 and len(present) > len(self._hosts):
             self._all_reduces({"all ranks": tuple(sorted(present))}, BETWEEN)

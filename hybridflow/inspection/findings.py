@@ -32,7 +32,7 @@ class Finding:
 class Host:
     """The ranks that one torchrun agent has started."""
 
-    name: str  # two hosts of one name are told apart by "#NODE"
+    name: str  # "#NODE" tells two hosts of one name apart
     node: int  # torchrun's group rank
     ranks: tuple[int, ...]
 
@@ -52,7 +52,7 @@ class HealthReport:
 
     @property
     def status(self) -> Status:
-        """The worst of its findings'."""
+        """The worst status of the findings."""
         return worst(finding.status for finding in self.findings)
 
     @property
@@ -61,7 +61,7 @@ class HealthReport:
         return int(self.status == "fail")
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain lists and dicts for JSON, its status with it."""
+        """The report and the status as plain lists and dicts for JSON."""
         return {"status": self.status, **asdict(self)}
 
     @classmethod

@@ -73,7 +73,7 @@ def gpu_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -
 
 
 def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
-    """Of all ranks of a host, which share its memory."""
+    """Of all ranks of a host, which share the host's memory."""
     bytes_needed, available = sum(needed[rank][0] for rank in host.ranks), free.memory[host.name]
     ranks = counted(len(host.ranks), "rank")
     value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"

@@ -6,12 +6,12 @@ from hybridflow.inspection.findings import Finding, Host
 from hybridflow.parallel.ranks import shown
 
 
-def hosts_of(told: Mapping[int, tuple[str, int]]) -> tuple[Host, ...]:
-    """told: rank -> (host name, node). Where two nodes bear one name, "#NODE" tells them apart. Pure."""
+def hosts_of(places: Mapping[int, tuple[str, int]]) -> tuple[Host, ...]:
+    """places: rank -> (host name, node). Where two nodes bear one name, "#NODE" tells them apart. Pure."""
     ranks: dict[int, list[int]] = {}
-    for rank in sorted(told):
-        ranks.setdefault(told[rank][1], []).append(rank)
-    names = {node: told[ranks[node][0]][0] for node in ranks}
+    for rank in sorted(places):
+        ranks.setdefault(places[rank][1], []).append(rank)
+    names = {node: places[ranks[node][0]][0] for node in ranks}
     shared = [name for name in names.values() if list(names.values()).count(name) > 1]
     return tuple(
         Host(f"{names[node]}#{node}" if names[node] in shared else names[node], node, tuple(ranks[node]))

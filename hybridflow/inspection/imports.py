@@ -133,15 +133,15 @@ def _parties(error: BaseException, owners: "Owners") -> tuple[list[str], list[st
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.filename for frame in frames if frame.filename not in (__file__, "<frozen importlib._bootstrap>")]
-    user = next((found for file in reversed(own) if (found := owners.of(file))), [])
+    user = next((found for file in reversed(own) if (found := owners.distributions_of(file))), [])
     if symbol := SYMBOL.search(text):
         library, name = symbol.groups()
         wanted = [package for begin, package in LIBRARIES.items() if name.startswith(begin)]
-        return owners.of(library) or user, wanted, f"{Path(library).name} asks for {name}"
+        return owners.distributions_of(library) or user, wanted, f"{Path(library).name} asks for {name}"
     if module := MODULE.search(text):
         name = module[1] or module[2]
         file = getattr(sys.modules.get(name), "__file__", None)
-        return user, owners.of(file) if file else [], text
+        return user, owners.distributions_of(file) if file else [], text
     if OPERATOR.search(text):
         return user, ["torch"], text
     if NOT_THERE.search(text):
@@ -164,7 +164,7 @@ class Owners:
                 hashed = "" if file.hash is None else file.hash.value
                 self._hashes[os.path.normpath(f"{site}/{file}")][name] = hashed
 
-    def of(self, file: str) -> list[str]:
+    def distributions_of(self, file: str) -> list[str]:
         """Names in order; empty where nobody says that it has the file."""
         return sorted(self._hashes.get(os.path.normpath(file), {}))
 

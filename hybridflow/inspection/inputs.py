@@ -18,7 +18,7 @@ from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.digests import class_digests, function_digests
 from hybridflow.data.environment import check_environment
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.data.rows import Row, RowError, attempt
@@ -104,8 +104,8 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
         raise CheckpointError(f"{path}: no such directory")
     tokenizers.append(load_tokenizer(path))
     note = unlike_its_file(path, tokenizers[0])
-    told = f"{path}: {len(tokenizers[0]):,} tokens" + ("" if note is None else f"; {note}")
-    return told, {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
+    line = f"{path}: {len(tokenizers[0]):,} tokens" + ("" if note is None else f"; {note}")
+    return line, {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
 
 
 def _same_tokens(config: AnyConfig) -> Inspected:
@@ -122,7 +122,7 @@ def _prompts(
     def check(row: Row) -> None:
         if row.problem is not None:
             raise row.problem
-        own = named(row, data.columns)
+        own = rename_fields(row, data.columns)
         if data.environment is None or not data.environment.begins_rows:
             prompt_text(own, data.prompt_key, template)
 
@@ -147,9 +147,9 @@ def _examples(
 def _environment(config: ExperimentConfig) -> Inspected:
     found, environment = check_environment(config), config.data.environment
     assert found is not None and environment is not None, "the config has one"
-    told = "" if environment.is_agent else f", tools: {', '.join(found.tools) or 'none'}"
+    tools = "" if environment.is_agent else f", tools: {', '.join(found.tools) or 'none'}"
     digests = class_digests(environment.path, found.file)
-    return f"can be imported{told}", {name: digest.hex() for name, digest in digests.items()}
+    return f"can be imported{tools}", {name: digest.hex() for name, digest in digests.items()}
 
 
 def _functions(config: ExperimentConfig) -> list[str]:

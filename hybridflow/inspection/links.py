@@ -1,7 +1,7 @@
 """Bandwidth, latency and clock offset of one link, and the bandwidth of all-reduce in a group; all bounded in time.
 
-Each is measured in a small group of its own, of the very ranks that take part: where a link is dead, this group fails
-after `LINK_SECONDS`, by the names of its two ends, and no other. Messages grow while they stay fast, so that a link of
+Each link is measured in a small group of the ranks that take part. Where a link is dead, only this group fails, after
+`LINK_SECONDS`, and the failure names the two ends. Messages grow while they stay fast, so that a link of
 1 Mbit/s takes no longer than one of 100 Gbit/s.
 """
 
@@ -94,7 +94,7 @@ def _payload(group: StandaloneGroup, size: int) -> Tensor:
 
 
 def _grow(seconds_of: Callable[[int], float], most_bytes: int) -> tuple[float, int]:
-    """(bytes a second, bytes) of the largest message, at its best: messages grow while the next can be in time.
+    """(best bytes a second, bytes) of the largest message: messages grow while the next can be in time.
 
     Smaller ones tell nothing: buffers and a limiter's allowance for bursts swallow them at once.
     """

@@ -1,4 +1,4 @@
-"""What a host gives to its ranks: devices, memory, shared memory, open files, processors."""
+"""What a host gives to the ranks on the host: devices, memory, shared memory, open files, processors."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ class DeviceFacts:
     """What a rank computes on."""
 
     name: str
-    total_bytes: int | None  # of its own memory; None on a CPU, whose ranks share the host's
+    total_bytes: int | None  # of the device's memory; None on a CPU, whose ranks share the host's
     free_bytes: int | None
     count: int  # devices that the rank sees
     capability: tuple[int, int] | None

@@ -1,7 +1,7 @@
-"""A rank's part in a health check: who it is, what it finds where it runs, and its end of every link.
+"""A rank's part in a health check: the rank's name, the findings on the host, and one end of every link.
 
-What it looks at is bounded: a file system that does not answer, or a package that hangs, costs its area a failing line
-and no more. The look at a disk or a driver goes on meanwhile in a thread that nobody waits for any longer.
+Every look has a time limit: a file system that does not answer, or a package that hangs, costs one failing line and no
+more. The look at a disk or a driver goes on meanwhile in a thread that nobody waits for any longer.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import host_memory
-from hybridflow.parallel.platform import quiet
+from hybridflow.parallel.platform import quiet_libraries
 from hybridflow.parallel.process_exit import in_time
 from hybridflow.parallel.rank0_commands import Answer, Order, doing
 from hybridflow.parallel.standalone_groups import StandaloneGroup
@@ -69,7 +69,7 @@ class Participant:
     # -------------------------------------------------------------------------------------------- this host
 
     def _look(self, order: Order) -> Answer:
-        """The device of this rank, and for the first rank of a host all that its ranks share."""
+        """The device of this rank, and for the first rank of a host all that the host's ranks share."""
         host, num_ranks = order["host"], order["num_ranks"]
         self._facts, self._until = {}, time.monotonic() + LOOK_SECONDS
         findings = self._bounded("machine", host, lambda: self._see_device(host))
@@ -208,7 +208,7 @@ def _read_config(
         return config, None
     try:
         tree = read_tree(config, overrides)
-        if autos(tree):  # each rank by its own devices: a run takes what its rank 0 chooses
+        if autos(tree):  # each rank by the rank's devices: a run takes the choices of rank 0
             choose_platform(tree.get("platform", "auto"))
             per_rank = started()
             facts = facts_of(tree, memory_here(per_rank.local_world_size))
@@ -228,7 +228,7 @@ def _choose_device(config: AnyConfig | None) -> str | None:
     except EnvironmentProblem as error:
         return str(error)
     finally:
-        quiet()
+        quiet_libraries()
     return None
 
 

@@ -8,7 +8,7 @@ from hybridflow.inspection.findings import Finding, Status, rate
 
 Ends = tuple[str, str]  # the names of two hosts, or of two ranks
 
-SLOW_SHARE = 0.25  # of the median of its like
+SLOW_SHARE = 0.25  # of the median of like devices or links
 MIN_LIKE = 2  # others that make a median worth comparing with
 FLOOR = 12.5e6  # bytes a second, 100 Mbit/s: below it a link is slow whatever the others do
 MOST_SKEW = 1.0  # seconds
@@ -19,7 +19,7 @@ MOST_SKEW = 1.0  # seconds
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What was measured of one link, from its first end."""
+    """What the first end of a link has measured."""
 
     out_rate: float  # bytes a second, to the second end
     back_rate: float
@@ -29,7 +29,7 @@ class LinkFigures:
 
     @property
     def rate(self) -> float:
-        """A link is as fast as its slower direction."""
+        """The rate of the slower direction counts."""
         return min(self.out_rate, self.back_rate)
 
 

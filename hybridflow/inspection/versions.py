@@ -30,7 +30,7 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """Releases that go together: where `package` is in [low, below), `partner` must be in its own [low, below)."""
+    """Releases that go together: where `package` is in [low, below), `partner` must be in another [low, below)."""
 
     package: str
     releases: tuple[Release, Release]
@@ -148,7 +148,7 @@ EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled modules bes
 
 
 def apex_at(package: Path | None, beside: Path | None) -> Apex:
-    """Which apex it is, by what its directory holds. beside: the directory with its compiled modules.
+    """Which apex is installed, by the files in `package`. beside: the directory with apex's compiled modules.
 
     NVIDIA's has apex/multi_tensor_apply/. The one on PyPI adds sign-in pages to the Pyramid web framework.
     """

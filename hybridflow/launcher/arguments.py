@@ -54,7 +54,7 @@ class LaunchOptions:
 
     @property
     def module(self) -> list[str]:
-        """What torchrun starts, with its arguments."""
+        """What torchrun starts, with the arguments."""
         config = [self.config] if self.config is not None else []
         return ["-m", "hybridflow.health" if self.health else "hybridflow.train", *config, *self.overrides, *self.rest]
 
@@ -107,7 +107,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("words", nargs="*", metavar="CONFIG | section.key=value", help="a YAML file, and values that replace its own")
+    add("words", nargs="*", metavar="CONFIG | section.key=value", help="a YAML file, and values to replace in there")
     add("--config", metavar="CONFIG", help="the experiment's YAML file, if it is not the first word")
     add("--hostfile", type=Path, metavar="FILE", help="a file with one line a host: [user@]host slots=N [port=N]")
     add("--include", action="append", default=[], metavar="HOSTS", help="use only these hosts: worker-[0-3],big*")

@@ -22,13 +22,13 @@ STOP_MARGIN = 15.0  # seconds beyond the grace period, in which the ranks end th
 RANK_ENDED = re.compile(r"failed \(exitcode: (-?[0-9]+)\) local_rank: ([0-9]+) \(pid: ([0-9]+)\)")
 ERROR = "hybridflow: error: "  # how a rank begins what is wrong
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that were told to end: docs/guides/checkpoints.md
+STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that end on request: docs/guides/checkpoints.md
 MEANINGS = {70: "a rank was stuck", STOPPED: "stopped as told, saved", NOT_SAVED: "stopped as told, not saved"}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run before its time, as far as is seen from here. status: 1 to 255."""
+    """What ended a run early, as far as is seen from here. status: 1 to 255."""
 
     connection: Connection
     rank: int | None
@@ -36,7 +36,7 @@ class Failure:
     reason: str
 
     @property
-    def was_told(self) -> bool:
+    def is_stop(self) -> bool:
         return self.status in (STOPPED, NOT_SAVED)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Failure:
 
 
 class Attempt:
-    """starts: what to ask of each host (`start` of node.py). offsets: of each host its first rank."""
+    """starts: what to ask of each host (`start` of node.py). offsets: the first rank of each host."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Attempt:
         self.was_stopped = False
 
     def run(self) -> Failure | None:
-        """None where every rank has ended with status 0. Meanwhile the first of STOP_SIGNALS is told to the ranks."""
+        """None where every rank has ended with status 0. Meanwhile the first of STOP_SIGNALS goes on to the ranks."""
         before = {number: signal.signal(number, self._note) for number in _heeded()}
         suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the other hosts would go on, and find it lost
         try:
@@ -110,13 +110,13 @@ class Attempt:
 
     def _rank_ended(self, connection: Connection, exitcode: int, local_rank: int) -> None:
         rank = self._offsets[connection] + local_rank
-        self._fail(Failure(connection, rank, *_told(exitcode)))
+        self._fail(Failure(connection, rank, *_status_and_reason(exitcode)))
 
     def _torchrun_ended(self, connection: Connection, status: int | None, left: list[int]) -> None:
         if left:
             say(f"{connection.host}: cannot be killed: processes {', '.join(map(str, left))}", error=True)
         if status:
-            code, reason = _told(status)
+            code, reason = _status_and_reason(status)
             self._fail(Failure(connection, None, code, f"torchrun {reason}"))
 
     def _lose(self, connection: Connection, why: str) -> None:
@@ -171,7 +171,7 @@ def _heeded() -> list[signal.Signals]:
     return [each for each in STOP_SIGNALS if each != signal.SIGUSR1 or signal.getsignal(each) != signal.SIG_IGN]
 
 
-def _told(exitcode: int) -> tuple[int, str]:
+def _status_and_reason(exitcode: int) -> tuple[int, str]:
     """The exit status of a shell, and how a process ended. exitcode: of Python's Popen, negative for a signal."""
     if exitcode >= 0:
         meaning = f" ({MEANINGS[exitcode]})" if exitcode in MEANINGS else ""
@@ -191,7 +191,7 @@ def watched(
     *,
     stays: bool,
 ) -> tuple[Failure | None, bool]:
-    """One attempt with its output: what ended it before its time, and whether it was told to end.
+    """One attempt with output: what ended the attempt early, and whether a signal asked for the end.
 
     The last lines name host and rank, and the host's log, and say once more what a rank has said of a user's error:
     torchrun has printed much behind that.

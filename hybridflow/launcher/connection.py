@@ -25,7 +25,7 @@ from hybridflow.launcher.hostfile import LaunchHost
 
 PROGRAM = Path(__file__).with_name("node.py")
 BOOT = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
-# of the environment of the launcher, for ranks on its own machine: what ssh would give them too
+# of the launcher's environment, for ranks on the launcher's machine: ssh would give the same variables
 KEPT = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 
 Message = dict[str, Any]
@@ -83,7 +83,7 @@ class Connection:
         environment = None
         if ssh is None and not whole_environment:
             environment = {name: value for name, value in os.environ.items() if name in KEPT}
-        # a session of its own: a Ctrl-C at the terminal is for the launcher alone
+        # a new session: a Ctrl-C at the terminal is for the launcher alone
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
             command_of(host, python, ssh), env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
@@ -94,7 +94,7 @@ class Connection:
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
 
     def send(self, **message: object) -> None:
-        """Does nothing where the line is gone: its end is an event."""
+        """Does nothing where the line is gone: the end of the line is an event."""
         self._write(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def run_here(options: LaunchOptions) -> int:
 
 
 def this_node(options: LaunchOptions) -> tuple[LaunchHost, int, int]:
-    """(this node, the number of nodes, its number among them) as given, or as hostfile or scheduler say.
+    """(this node, the number of nodes, this node's number) as given, or as hostfile or scheduler say.
 
     Errors: LaunchError that says what is missing.
     """
@@ -79,7 +79,7 @@ def this_node(options: LaunchOptions) -> tuple[LaunchHost, int, int]:
 
 
 def wait_for_name(address: str, node_rank: int, seconds: float) -> None:
-    """Until this host knows the address of the master: a pod has its name in DNS only some seconds after its start.
+    """Until this host knows the address of the master: DNS has a pod's name only some seconds after the pod's start.
 
     Errors: LaunchError where it does not within so long.
     """

@@ -29,7 +29,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class LaunchHost:
-    """A line of the hostfile. slots: ranks, of which each has a GPU of its own where there are any."""
+    """A line of the hostfile. slots: ranks; each rank has one GPU where the host has GPUs."""
 
     name: str
     slots: int
@@ -56,7 +56,7 @@ def read_hostfile(path: Path) -> list[LaunchHost]:
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> list[LaunchHost]:
-    """The hosts in order; all lines that are wrong are told. Errors: LaunchError."""
+    """The hosts in order. Errors: LaunchError with all wrong lines."""
     hosts: dict[str, LaunchHost] = {}
     lines: dict[str, int] = {}
     reasons = []
@@ -104,7 +104,7 @@ def _number(word: str, value: str, most: int) -> int:
 
 
 def _host_name(given: str) -> str:
-    """A name, or an address without its brackets."""
+    """A name, or an address without the brackets."""
     if given.startswith("[") and given.endswith("]"):
         return _address(given[1:-1], given)
     if ":" in given:

@@ -1,4 +1,4 @@
-"""A job from its hostfile to its exit status: reach the hosts, compare them, start torchrun, watch it, start again."""
+"""A job from hostfile to exit status: reach the hosts, compare them, start torchrun, watch it, start again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
 
     def run(self) -> int:
         options = self._options
-        experiment = self._experiment(self._hosts[: self._most])  # a bad config is told before hosts are asked
+        experiment = self._experiment(self._hosts[: self._most])  # reports a bad config before hosts are asked
         with Team(self._hosts, options.python, self._ssh, lost_after=options.lost_after) as team:
             self._compare(team, experiment)
             for restart in range(self._restarts + 1):
@@ -68,7 +68,7 @@ class Job:
                         raise
                     say(f"{error}\nrestart {restart + 1} of {self._restarts}, without it", error=True)
                     continue
-                if failure is None or was_stopped or failure.was_told or restart == self._restarts:
+                if failure is None or was_stopped or failure.is_stop or restart == self._restarts:
                     break
                 say(f"{failure}: restart {restart + 1} of {self._restarts}", error=True)
         return 0 if failure is None else failure.status
@@ -148,7 +148,7 @@ class Job:
         return address, port, reached
 
     def _address(self, connections: Sequence[Connection]) -> str:
-        """Of the first host, for the others: what its name stands for, else what ssh has found."""
+        """Of the first host, for the others: the address that the name stands for, else the one that ssh has found."""
         first, *others = connections
         known = known_address(self._options, [connection.host for connection in connections])
         if known is not None:

@@ -61,7 +61,7 @@ class Node:
         self._listener: socket.socket | None = None
         self._signalled: dict[int, set[int]] = {}  # signal number -> pids that have got it
         self._had_ranks = False  # since torchrun was started, as far as has been looked
-        self._told_torchrun = 0  # the signal that it got in their place
+        self._sent_to_torchrun = 0  # the signal that it got in their place
         self._ends_at = float("inf")  # by time.monotonic, when it has not ended by that
         self._lost_after, self._grace = 30.0, 300.0
         self._heard = time.monotonic()
@@ -118,7 +118,7 @@ class Node:
     def _start(self, argv: list[str], env: dict[str, str], directory: str, grace: float) -> None:
         self._close_listener()
         self._grace, self._signalled, self._had_ranks = grace, {}, False
-        self._told_torchrun, self._ends_at = 0, float("inf")
+        self._sent_to_torchrun, self._ends_at = 0, float("inf")
         process = subprocess.Popen(
             argv,
             env={**os.environ, **env},
@@ -164,16 +164,16 @@ class Node:
         """
         assert self._torchrun is not None, "there are no ranks without it"
         self._had_ranks = self._had_ranks or bool(ranks)
-        for number, told in self._signalled.items():
-            if not self._had_ranks and not self._told_torchrun:
-                self._told_torchrun, self._ends_at = number, time.monotonic() + END_SECONDS
+        for number, reached in self._signalled.items():
+            if not self._had_ranks and not self._sent_to_torchrun:
+                self._sent_to_torchrun, self._ends_at = number, time.monotonic() + END_SECONDS
             for pid in ranks if self._had_ranks else [self._torchrun.pid]:
-                if pid not in told:
-                    told.add(pid)
+                if pid not in reached:
+                    reached.add(pid)
                     _send(pid, number)
 
     def _end_all(self) -> None:
-        """Kill what is left of torchrun and of all that it started, and tell its status."""
+        """Kill what is left of torchrun and of all that torchrun started, and report torchrun's status."""
         if self._torchrun is None:
             return
         until = time.monotonic() + KILL_SECONDS
@@ -183,8 +183,8 @@ class Node:
             self._torchrun.poll()
             time.sleep(0.02)
         status = self._torchrun.poll()
-        if self._told_torchrun and status:  # its handler makes 1 of every signal
-            status = -self._told_torchrun
+        if self._sent_to_torchrun and status:  # torchrun's handler makes 1 of every signal
+            status = -self._sent_to_torchrun
         _reap_orphans()
         for reader in self._readers:
             reader.join(5)
@@ -230,7 +230,7 @@ class Node:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM where this program is killed, so that torchrun ends its ranks."""
+    """In the child: SIGTERM where this program is killed, so that torchrun ends the ranks."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,7 +1,7 @@
 """What the ranks print: on this terminal behind the host's name, and in runs/NAME/logs/HOST.log.
 
-A run that begins anew moves an earlier one of its name out of the way, so the logs lie beside its directory until that
-is the new one, and are then moved into it.
+A new run moves an earlier run of the same name out of the way. So the logs lie beside the run's directory until the
+directory is the new one, and are then moved inside.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Output:
 
 
 def _identity(run_dir: Path) -> tuple[int, int] | None:
-    """Changes when a run begins: it writes its config, or is another directory."""
+    """Changes when a run begins: the run writes a config, or makes another directory."""
     try:
         status = (run_dir / "config.yaml").stat()
     except OSError:

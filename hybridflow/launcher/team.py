@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class Team:
-    """A context: its end closes every connection, at whose other ends nothing is then left.
+    """A context: the end closes every connection, and then nothing is left at the other ends.
 
-    lost_after: seconds without a sign of life after which a host is lost, and after which a host ends its ranks.
+    lost_after: seconds without a sign of life after which a host is lost, and after which a host ends the host's ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How torchrun is started on each host: its command and environment, the same for --dry-run and for the start."""
+"""How torchrun is started on each host: command and environment, the same for --dry-run and for the start."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a model runs in megatron-core: built on a grid, over packed micro-batches, with its optimizer."""
+"""How a model runs in megatron-core: built on a grid, over packed micro-batches, with an optimizer."""

@@ -37,7 +37,7 @@ from hybridflow.models.shared_prompt import (
 class PackedSequences(PackedSeqParams):
     """Where sequences begin and end, and which of them are prompts that others continue.
 
-    It travels through megatron's layers as its PackedSeqParams, and comes again with a layer that is computed again.
+    It travels through megatron's layers as PackedSeqParams, and comes again with a layer that is computed again.
 
     qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors. It applies no rotary embedding
     either (it would take cosines anew in every layer): cos and sin, one row a token, come along with the sequences.
@@ -47,10 +47,10 @@ class PackedSequences(PackedSeqParams):
     shared: SharedPrompts | None = None  # None: no sequence attends to another
     cos: Tensor | None = None  # (t, 1, rotary dimensions / 2), times the factor; None: positions are learned
     sin: Tensor | None = None
-    routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses its own
+    routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses experts
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: tuple[int, ...], device: torch.device, shared: SharedPrompts | None = None
     ) -> "PackedSequences":
         where, longest = bounds(lengths, device), max(lengths)
@@ -132,11 +132,11 @@ class PackedAttention(MegatronModule):
 class GroupedSelfAttention(SelfAttention):
     """megatron's self-attention, also where more tensor-parallel ranks than key/value groups share the groups.
 
-    megatron-core 0.16.1 then gathers over the group of its global state, which is not set here.
+    megatron-core 0.16.1 then gathers over the group of the global state, which is not set here.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """megatron cuts a gate, and counts sinks in norms, by its global groups. Our core attention has no sinks."""
+        """megatron cuts a gate, and counts sinks in norms, by global groups. Our core attention has no sinks."""
         assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
         assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
         super().__init__(config, *args, **kwargs)
@@ -155,7 +155,7 @@ class GroupedSelfAttention(SelfAttention):
             found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
             assert len(found) == 3, "no gate and no fused rotary embedding was asked for"
             return found
-        rows, _ = apply_module(self.linear_qkv)(hidden_states)  # this rank's even share of the rows of its group
+        rows, _ = apply_module(self.linear_qkv)(hidden_states)  # this rank's even share of the group's rows
         rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=group)
         own_group, member = divmod(group.rank(), sharing)
         own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
@@ -222,16 +222,16 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 def flash_or_exact(dtype: torch.dtype) -> Attend:
     """On GPUs: flash attention takes 16-bit types only."""
     if dtype == torch.float32:
-        return either(attention_by_length, attention_with_copies)
-    return either(varlen_attention, partial(merged_attention, kernel=VARLEN))
+        return choose_by_sharing(attention_by_length, attention_with_copies)
+    return choose_by_sharing(varlen_attention, partial(merged_attention, kernel=VARLEN))
 
 
 def by_length_or_merged(kernel: AttentionKernel) -> Attend:
     """Without a kernel for packed sequences: where prompts are shared, by one that tells log-sum-exps."""
-    return either(attention_by_length, partial(merged_attention, kernel=kernel))
+    return choose_by_sharing(attention_by_length, partial(merged_attention, kernel=kernel))
 
 
-def either(plain: Attend, shared: Callable[..., Tensor]) -> Attend:
+def choose_by_sharing(plain: Attend, shared: Callable[..., Tensor]) -> Attend:
     """`shared` where responses of a micro-batch share a prompt."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Build a megatron-core model on a grid and fill it from a HuggingFace directory or a torch_dist checkpoint.
 
-Every rank reads only the slices it holds: those of its tensor-parallel rank and its pipeline stage, in one model chunk
+Every rank reads only the slices it holds: those of one tensor-parallel rank and one pipeline stage, in one model chunk
 or, with virtual pipeline parallelism, several. The last stage of a policy model returns what makes this rank's columns
 of the logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
@@ -41,7 +41,7 @@ from hybridflow.parallel.platform import adapt_megatron
 class PackedModel(LanguageModule):
     """A chunk of a model that runs packed micro-batches; subclasses say what comes after the last layer.
 
-    Of megatron's embedding and block of layers. Its GPTModel would add nothing but what is replaced here, and is
+    Of megatron's embedding and block of layers. megatron's GPTModel would add nothing but what is replaced here, and is
     deprecated in 0.19.2. Parameters are made in the order of the model, which is that of megatron's buffers.
     """
 
@@ -49,7 +49,7 @@ class PackedModel(LanguageModule):
         super().__init__(config, grid.groups)
         layout = grid.layout
         self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
-        # by these names megatron's schedules and its sums of tied embeddings ask a model
+        # megatron's schedules and sums of tied embeddings ask a model by these names
         self.pre_process = grid.is_first_stage and chunk == 0
         self.post_process = grid.is_last_stage and chunk == layout.vpp - 1
         self.share_embeddings_and_output_weights = tied
@@ -103,7 +103,7 @@ class PackedModel(LanguageModule):
         self.decoder.set_input_tensor(hidden)
 
     def make_head(self, spec: ModelSpec) -> None:
-        """What the last stage has behind its layers."""
+        """What the last stage has behind the layers."""
         raise NotImplementedError
 
     def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
@@ -185,7 +185,7 @@ def _routers_kept(chunk: PackedModel) -> PackedModel:
 
 
 def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: Grid) -> None:
-    """With other replicas: each rank routes tokens of its own, and gradients are summed over copies of the experts."""
+    """With other replicas: each rank routes own tokens, and gradients are summed over copies of the experts."""
     mixture.ep_group = grid.groups.tp_ep
     mark(mixture.router.weight, sequence_parallel=config.sequence_parallel)
     for parameter in mixture.experts.parameters():

@@ -1,6 +1,6 @@
 """Tokens sent to the ranks that hold their experts, and the outputs sent back: expert parallelism over replicas.
 
-Each rank has tokens of its own. A copy of a token goes to all ranks that share its expert; each of them computes its
+Each rank has own tokens. A copy of a token goes to all ranks that share the token's expert. Each such rank computes a
 share, and the token's rank adds the shares up. Ranks tell each other first how many copies come for which expert, and
 read those numbers back from the device once a layer: they are the sizes of the messages.
 """
@@ -30,7 +30,7 @@ def dispatch_and_combine(
 ) -> Tensor:
     """(t, hidden), (t, k) float32, (t, k) -> (t, hidden): the outputs of this rank's tokens. Collective over `group`.
 
-    place: of this rank; the ranks of `group` hold its parts of the experts in the order of `Cut.places`.
+    place: of this rank; the ranks of `group` hold the parts of the experts in the order of `Cut.places`.
     num_held: whole or cut experts of each rank.
     """
     num_tokens, k = experts.shape

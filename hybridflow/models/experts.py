@@ -1,8 +1,8 @@
-"""A mixture of experts in place of a layer's MLP, its experts shared by the tensor-parallel ranks.
+"""A mixture of experts in place of a layer's MLP, with experts shared by the tensor-parallel ranks.
 
 Each rank has a run of whole experts, or a share of each expert like that of a dense MLP, or a share of each of a run.
 All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output. Where
-several replicas share the experts, each rank routes tokens of its own and sends them (`expert_dispatch`).
+several replicas share the experts, each rank routes own tokens and sends them (`expert_dispatch`).
 
 For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
 
@@ -40,7 +40,7 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
-        self.replay: Replay = replayed  # of its own choice and the engine's
+        self.replay: Replay = replayed  # of the router's choice and the engine's
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
@@ -112,7 +112,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's part of a layer's experts: those of its run, and of each of them its share."""
+    """This rank's part of a layer's experts: the experts of the rank's run, and the rank's share of each."""
 
     def __init__(self, config: TransformerConfig, swiglu: Function, place: Place) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
 
-        Shares are multiplied into what the second matrix reads, which is narrower than its outputs: those are then
+        Shares are multiplied into what the second matrix reads, which is narrower than the outputs: shares are then
         kept by nobody, and are in the tokens' dtype.
         """
         order, ends = self._by_expert(experts)
@@ -162,7 +162,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
-    `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
+    `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on a config.
     place: which part of the experts this rank has. `ep_group`: the ranks that share a copy of the experts, where these
     are of several replicas; else None.
     replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
@@ -181,7 +181,7 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         """shared_size: of the expert that every token goes through; 0: there is none.
 
-        kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is.
+        kwargs: what a layer of 0.19.2 tells any MLP; `group` counts, megatron's groups do not.
         """
         super().__init__(config=config)
         self.router, self.experts = router(config), Experts(config, swiglu, place)
@@ -239,7 +239,7 @@ class MixtureOfExperts(MegatronModule):
         return self.replayed[start : start + num_tokens]
 
     def _shared(self, hidden: Tensor) -> Tensor:
-        """The shared expert's output by itself: its shares lie on the tensor-parallel ranks."""
+        """The shared expert's output by itself: the expert's shares lie on the tensor-parallel ranks."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
         else:

@@ -1,6 +1,6 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
-RMSNorm and SwiGLU are each one autograd function that keeps only its input, of half as many operations as autograd
+RMSNorm and SwiGLU are each one autograd function that keeps only the input, of half as many operations as autograd
 would record. `build` may give them other functions of the same gradients.
 """
 

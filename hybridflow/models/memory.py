@@ -4,17 +4,13 @@ Storages are emptied and filled again behind the tensors that use them, so every
 host is the device and nothing is gained, but the same code runs.
 """
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hybridflow.parallel.device import uses_cuda
-
-MADV_DONTNEED = 4  # linux/mman.h; Python's mmap names it for its own mappings alone
+from hybridflow.parallel.platform import zero_function
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -28,45 +24,19 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
-def refill_with_zeros(storage: torch.UntypedStorage, size: int) -> None:
-    """Give an empty storage `size` bytes of zeros.
-
-    On a CPU whole pages are exchanged for fresh ones, which the kernel hands out as zeros when they are first touched:
-    what is never touched costs neither time nor memory.
-    """
-    storage.resize_(size)
-    memory = bytes_of(storage)
-    head = -storage.data_ptr() % mmap.PAGESIZE
-    tail = max(size - head, 0) % mmap.PAGESIZE
-    if storage.device.type != "cpu" or not _fresh_pages(storage.data_ptr() + head, size - head - tail):
-        memory.zero_()
-        return
-    memory[:head].zero_()
-    memory[size - tail :].zero_()
-
-
-def _fresh_pages(start: int, size: int) -> bool:
-    """Whether these whole pages could be given back to the kernel. There they stand, as before, but empty.
-
-    Of memory that is private and anonymous, as that of torch's allocator is, the next reading gives zeros: madvise(2).
-    """
-    if sys.platform != "linux" or size <= 0:
-        return False
-    advised = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_DONTNEED)
-    return bool(advised == 0)  # not so for locked pages
-
-
 class Released:
     """Storages whose content is not needed: emptied, and zeros when they are back."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._storages = [(storage, storage.nbytes()) for storage in storages(tensors)]
+        self._zero = zero_function()
         for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
         for storage, size in self._storages:
-            refill_with_zeros(storage, size)
+            storage.resize_(size)
+            self._zero(bytes_of(storage))
 
 
 class HostMemory:

@@ -2,7 +2,7 @@
 
 Only those rows reach the output layer: logits of prompt tokens are never computed. Where the outputs wanted are of the
 state *before* each response token (log-probs, values) the last token of a sequence is not run at all. A prompt that
-several rows share is there once, but for its last token (see `prompt_groups`):
+several rows share is there once, but for the last token (see `prompt_groups`):
 
     [rows by themselves] [prompts that are shared] [what follows the first of them] [the second] ... [padding]
 """
@@ -32,7 +32,7 @@ class MicroBatch:
     """t tokens of n sequences, r wanted outputs."""
 
     input_ids: Tensor  # (t,) int64
-    positions: Tensor  # (t,) int64, from 0 in each sequence; a response's go on from its prompt's
+    positions: Tensor  # (t,) int64, from 0 in each sequence; a response's go on from the prompt's
     packed: PackedSequences
     rows: Tensor  # (r,) int64: tokens whose output is wanted
     where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
@@ -51,7 +51,7 @@ def prediction_micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per response token: the state before it.
 
-    experts: of the engine, for these rows; None: the model chooses its own.
+    experts: of the engine, for these rows; None: the model chooses experts.
     """
     lengths = (batch.lengths - 1).tolist()
     return [
@@ -69,7 +69,7 @@ def sequence_micro_batches(
     device: torch.device,
     pad_token_id: int | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches whose outputs are one per sequence: the state after its last token.
+    """Micro-batches whose outputs are one per sequence: the state after the sequence's last token.
 
     pad_token_id: what follows the last token that is not this one is not run, since transformers'
     *ForSequenceClassification reads the score there. A model's pad token may be the one that ends a response.
@@ -92,7 +92,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What a micro-batch runs, in its order. The responses follow the prompts."""
+    """What a micro-batch runs, in order. The responses follow the prompts."""
 
     alone: list[Stretch]  # whole rows
     prompts: list[Stretch]
@@ -104,7 +104,7 @@ class RunOrder:
 
     @property
     def ends(self) -> list[Stretch]:
-        """One of each row, with its last token."""
+        """One stretch of each row, with the row's last token."""
         return [*self.alone, *(stretch for stretches in self.responses for stretch in stretches)]
 
     def shared(self, device: torch.device) -> SharedPrompts | None:
@@ -114,11 +114,11 @@ class RunOrder:
             (prompt.length, tuple(stretch.length for stretch in stretches))
             for prompt, stretches in zip(self.prompts, self.responses, strict=True)
         ]
-        return SharedPrompts.of(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
+        return SharedPrompts.from_lengths(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
 
 
 def _read_lengths(batch: RolloutBatch, pad_token_id: int | None) -> Tensor:
-    """(N,): tokens of each row up to the last that is not the pad token; all of its prompt at least."""
+    """(N,): tokens of each row up to the last that is not the pad token; all of the row's prompt at least."""
     if pad_token_id is None:
         return batch.lengths
     places = _within(batch.lengths) + 1
@@ -141,10 +141,10 @@ def _prediction_micro_batch(
     batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device, experts: RowExperts | None
 ) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
-    predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in its sequence
+    predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in the sequence
     where = tokens[predicts] + 1
     rows = predicts.nonzero().squeeze(1)
-    routed = None if experts is None else experts.at(tokens)
+    routed = None if experts is None else experts.for_tokens(tokens)
     return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device, routed=routed)
 
 
@@ -194,7 +194,7 @@ def _micro_batch(
         routed = None if routed is None else routed.padded(missing)
         positions = torch.cat([positions, torch.arange(missing)])
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
-    packed = PackedSequences.of(all_lengths, device, layout.shared(device))
+    packed = PackedSequences.from_lengths(all_lengths, device, layout.shared(device))
     return MicroBatch(
         input_ids=to_device_async(input_ids, device),
         positions=to_device_async(positions, device),
@@ -217,7 +217,7 @@ def filler(padded: Padded, device: torch.device) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=torch.arange(tokens, device=device),
-        packed=PackedSequences.of((tokens,), device),
+        packed=PackedSequences.from_lengths((tokens,), device),
         rows=nothing.to(device),
         where=nothing,
         targets=nothing.to(device),

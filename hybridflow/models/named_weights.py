@@ -83,7 +83,7 @@ def new_score_head(hidden_size: int, seed: int) -> Tensor:
 def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
     """Tell megatron that ranks hold different parts of this parameter.
 
-    It does so itself only where it initialises weights. Without the mark its gradient norm counts the shard of the
+    Megatron does so only where megatron initialises weights. Without the mark the gradient norm counts the shard of the
     first rank alone, and gradients are clipped too little.
     """
     mark(

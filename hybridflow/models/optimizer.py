@@ -21,7 +21,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.models.build import PackedModel
 from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron, adds_gradients_in_products, gathers_within
+from hybridflow.parallel.platform import adapt_megatron, fuse_weight_gradients, gathers_within
 
 
 class BucketedDataParallel(DistributedDataParallel):
@@ -31,7 +31,7 @@ class BucketedDataParallel(DistributedDataParallel):
     We need several, because a bucket's parameters live in one storage, and a reshard releases them storage by storage.
 
     With `overlap` and ZeRO-1 parameters are gathered too while others are computed with: a step starts all gathers, and
-    a layer's forward pass waits for its own. Whoever else reads weights calls `wait_for_parameters` before.
+    a layer's forward pass waits for the layer's gather. Whoever else reads weights calls `wait_for_parameters` before.
     """
 
     def __init__(
@@ -45,8 +45,7 @@ class BucketedDataParallel(DistributedDataParallel):
             overlap_param_gather=overlap and zero1,
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
-        if adds_gradients_in_products():
-            _add_in_products(model)
+        fuse_weight_gradients(model)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
                 _split_storage(buffer)
@@ -54,7 +53,7 @@ class BucketedDataParallel(DistributedDataParallel):
             self._wait_by_layer(model)
 
     def _wait_by_layer(self, model: PackedModel) -> None:
-        """In place of megatron's hooks, which know of a weight only where its own module is called."""
+        """In place of megatron's hooks, which know of a weight only where the weight's module is called."""
         self.disable_forward_pre_hook(param_sync=False)
         layers = [*model.decoder.layers]
         of_layers = {parameter for layer in layers for parameter in layer.parameters()}
@@ -93,17 +92,6 @@ class BucketedDataParallel(DistributedDataParallel):
         return [*found, *self.expert_parallel_buffers]
 
 
-def _add_in_products(model: PackedModel) -> None:
-    """Have layers add their weights' gradients to the buffers themselves (`cpu/megatron/weight_gradients.py`).
-
-    Not one that shares its weight with the embeddings: what autograd adds up for those is the buffer's as well.
-    """
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "gradient_accumulation_fusion") and module.weight is not None:
-            module.gradient_accumulation_fusion = True
-
-
 def _wait(groups: Iterable[_ParamAndGradBucketGroup]) -> None:
     for group in groups:
         handle: Any = group.param_gather_handle  # megatron's class says that it is None for ever
@@ -113,11 +101,11 @@ def _wait(groups: Iterable[_ParamAndGradBucketGroup]) -> None:
 
 
 def _split_storage(buffer: _ParamAndGradBuffer) -> None:
-    """Give each bucket a storage of its own for its parameters, before the optimizer takes views of them.
+    """Give each bucket a separate storage for the bucket's parameters, before the optimizer takes views of them.
 
-    Until the last bucket has its own, these weights are there twice, as they are when megatron fills the buffer.
+    Until the last bucket has a storage, the weights are there twice, as they are when megatron fills the buffer.
     """
-    if buffer.param_data is None:  # without ZeRO-1 each parameter has its own
+    if buffer.param_data is None:  # without ZeRO-1 each parameter has a storage
         return
     for bucket in buffer.buckets:
         bucket.param_data = not_none(bucket.param_data).clone()

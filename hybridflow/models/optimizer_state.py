@@ -15,10 +15,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
 
-from hybridflow.config import OptimizerConfig
 from hybridflow.models.optimizer import TrainedModel
 
-MAIN = "fp32_param"  # megatron's names, as in its checkpoints
+MAIN = "fp32_param"  # megatron's names, as in megatron's checkpoints
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -29,12 +28,6 @@ class OwnedState(NamedTuple):
     start: int  # elements start .. stop of the flattened parameter
     stop: int
     tensors: Mapping[str, Tensor]  # (stop - start,) float32 each, the optimizer's own memory
-
-
-def state_names(config: OptimizerConfig, dtype: torch.dtype) -> tuple[str, ...]:
-    """What there is for each parameter: float32 weights are their own main weights."""
-    moments = MOMENTS[config.name] if config.name == "adam" or config.momentum else ()
-    return moments if dtype == torch.float32 else (*moments, MAIN)
 
 
 def owned_states(model: TrainedModel) -> Iterator[OwnedState]:
@@ -72,7 +65,7 @@ def set_num_steps(model: TrainedModel, steps: int) -> None:
 
 
 def _set_step(optimizer: torch.optim.Optimizer, main: Tensor, steps: int) -> None:
-    """torch's Adam, AdamW among it, keeps the count with each parameter; its fused kernel, on their device."""
+    """torch's Adam and AdamW keep the count with each parameter; the fused kernel, on the parameter's device."""
     if isinstance(optimizer, torch.optim.Adam):
         device = main.device if optimizer.param_groups[0].get("fused") else None
         optimizer.state[main]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
@@ -83,7 +76,7 @@ def _parts(model: TrainedModel) -> list[MegatronOptimizer]:
 
 
 def _owned(part: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
-    """(parameter, what the optimizer steps in its place, start, stop)."""
+    """(parameter, what the optimizer steps in the parameter's place, start, stop)."""
     if isinstance(part, DistributedOptimizer):
         for group, ranges in zip(part.optimizer.param_groups, part.opt_group_ranges, strict=True):
             # those of float32 first: megatron's map of places is wrong where a model has parameters of two dtypes

@@ -1,4 +1,4 @@
-"""The output layer of a policy model: its logits are made when they are asked for, or some rows at a time.
+"""The output layer of a policy model: logits are made when a caller asks for them, or some rows at a time.
 
 All logits of 16,384 tokens and a vocabulary of 152k are 4.6 GiB in bfloat16, which limits the context before attention
 does. What is wanted of them are log-probs and entropies. More logits than `parallel.vocab.LOGITS_AT_ONCE` are made in
@@ -27,7 +27,7 @@ from hybridflow.parallel.vocab import (
 
 
 class OutputLayer(ColumnParallelLinear):
-    """(padded vocabulary / tp, hidden) on each rank. Its input is whole on all, with sequence parallelism too."""
+    """(padded vocabulary / tp, hidden) on each rank. The input is whole on all, with sequence parallelism too."""
 
     def __init__(
         self, input_size: int, vocab_size: int, *, config: TransformerConfig, tied: bool, tp_group: ProcessGroup
@@ -42,7 +42,7 @@ class OutputLayer(ColumnParallelLinear):
             gather_output=False,
             tp_group=tp_group,
         )
-        self.sequence_parallel = False  # it must not gather again, and must sum its input's gradient over the group
+        self.sequence_parallel = False  # it must not gather again, and must sum the input's gradient over the group
         self.allreduce_dgrad = tp_group.size() > 1
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None) -> "Outputs":  # type: ignore[override]
@@ -81,7 +81,7 @@ class Outputs:
 
 
 def plain(output: Outputs | Tensor) -> Tensor:
-    """Of a policy model all logits, of a value model its values as they are."""
+    """Of a policy model all logits, of a value model the values as they are."""
     return output.logits() if isinstance(output, Outputs) else output
 
 

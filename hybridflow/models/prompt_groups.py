@@ -77,7 +77,7 @@ def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:
     """The rows of each replica, each ascending, balanced by the tokens that are run.
 
     Whole groups dealt out by `balanced_partition`, or, if that leaves the busiest replica less to run, groups in a row
-    cut wherever a replica has its share: with fewer prompts than replicas a whole group each would leave some idle.
+    cut wherever a replica has a full share: with fewer prompts than replicas a whole group each would leave some idle.
     """
     lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)))
     costs = [group.tokens(lengths) for group in groups]
@@ -129,7 +129,7 @@ def micro_batch_groups(groups: list[PromptGroup], lengths: Sequence[int], max_to
     """Cut groups into runs whose tokens stay within `max_tokens`: rows by themselves, longest first, then groups.
 
     Rows of one length end up side by side, and so do prompts of one length: attention runs them as one batch. A group
-    that no micro-batch can hold is cut, and each part has its own copy of the prompt. A row longer than the budget is
+    that no micro-batch can hold is cut, and each part has a copy of the prompt. A row longer than the budget is
     an error of the caller.
     """
     units = [unit for group in _in_order(groups, lengths) for unit in _fitting(group, lengths, max_tokens)]
@@ -150,7 +150,7 @@ def _in_order(groups: list[PromptGroup], lengths: Sequence[int]) -> list[PromptG
 
 
 def _fitting(group: PromptGroup, lengths: Sequence[int], max_tokens: int) -> list[PromptGroup]:
-    """The group, its rows longest first, or parts of it."""
+    """The group with the longest rows first, or parts of the group."""
     parts: list[list[int]] = []
     room = 0
     for row in sorted(group.rows, key=lambda row: (-lengths[row], row)):

@@ -111,7 +111,7 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class RowExperts:
-    """The engine's experts of those rows of a batch that a rank computes, in the layers of its pipeline stage.
+    """The engine's experts of those rows of a batch that a rank computes, in the layers of the rank's pipeline stage.
 
     experts: (tokens of these rows, layers, k) on the CPU. starts: where each row's begin, (N,) int64, without meaning
     of other rows. lengths: of the batch.
@@ -122,7 +122,7 @@ class RowExperts:
     lengths: Tensor
     layers: tuple[int, ...]
 
-    def at(self, tokens: Tensor) -> RoutedTokens:
+    def for_tokens(self, tokens: Tensor) -> RoutedTokens:
         """Of tokens of the batch by their flat positions, (t,) int64."""
         rows = torch.searchsorted(self.lengths.cumsum(0), tokens, right=True)
         within = tokens - offsets(self.lengths)[rows]
@@ -143,10 +143,10 @@ def routing_of(
 
 
 def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A layer's forward pre-hook: its mixture gets the experts that came with the layer's own arguments.
+    """A layer's forward pre-hook: the layer's mixture gets the experts that came with the layer's own arguments.
 
     Also when the layer is computed again in the backward pass, where another micro-batch has been in between. index: of
-    the layer in its chunk.
+    the layer in the chunk.
     """
     routing: Routing | None = getattr(kwargs["packed_seq_params"], "routing", None)
     layer.mlp.replayed = None if routing is None else routing.experts[:, index]

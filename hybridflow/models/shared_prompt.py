@@ -5,8 +5,8 @@ all of the prompt. The second needs a second call of the same kernel, and the tw
 
     out = (exp(l_1) out_1 + exp(l_2) out_2) / (exp(l_1) + exp(l_2)),    l = log(exp(l_1) + exp(l_2))
 
-The backward pass of flash attention (Dao et al. 2022, algorithm 4) makes its probabilities anew as exp(scores - l) and
-takes sum(dout out) of each query: given the merged out and l, either call finds the exact gradients of its part.
+The backward pass of flash attention (Dao et al. 2022, algorithm 4) makes the probabilities anew as exp(scores - l) and
+takes sum(dout out) of each query: given the merged out and l, either call finds the exact gradients of one part.
 
 Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and values may have fewer heads than queries.
 """
@@ -14,7 +14,7 @@ Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and va
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class SharedPrompts:
     spans: AttentionSpans  # from responses to prompts
 
     @classmethod
-    def of(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> "SharedPrompts":
+    def from_lengths(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> Self:
         """`start`: the first token of the first prompt. The responses begin where the last prompt ends."""
         keys = tuple(prompt for prompt, _ in lengths)
         queries = tuple(sum(responses) for _, responses in lengths)
@@ -66,7 +66,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # of query, key, value
 
 
 class AttentionKernel(NamedTuple):
-    """Attention that tells its log-sum-exp, and its gradients from an output and a log-sum-exp."""
+    """Attention that returns the log-sum-exp, and the gradients from an output and a log-sum-exp."""
 
     forward: Forward
     backward: Backward
@@ -198,7 +198,7 @@ VARLEN = AttentionKernel(varlen_forward, varlen_backward)
 def attention_with_copies(
     query: Tensor, key: Tensor, value: Tensor, *, own: AttentionSpans, shared: SharedPrompts, scale: float
 ) -> Tensor:
-    """The same stretch by stretch, each response with its own copy of the prompt's keys and values: any dtype."""
+    """The same stretch by stretch, each response with a copy of the prompt's keys and values: any dtype."""
     before = dict(zip(_starts(own.queries), _prompts_before(own, shared), strict=True))
     outputs = []
     for (start, prompt), length in zip(before.items(), own.queries, strict=True):

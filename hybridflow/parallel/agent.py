@@ -3,7 +3,7 @@
     end = run_ranks(["-m", "hybridflow.train", "config.yaml"], 2, grace_seconds=300)
     end.status, end.message
 
-The first rank to fail leaves its error in a file that the agent reads: it is told once, when all ranks are gone.
+The first rank to fail leaves its error in a file. The agent reads the file once, when all ranks are gone.
 """
 
 import ctypes
@@ -33,12 +33,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class RanksEnd:
     """How the ranks have ended. status: of the command. message: what is wrong; None where the ranks have said it.
 
-    told: whether the message is what a rank tells of itself.
+    by_rank: a rank has written the message.
     """
 
     status: int
     message: str | None = None
-    told: bool = False
+    by_rank: bool = False
 
 
 def run_ranks(
@@ -68,13 +68,13 @@ def run_ranks(
         rdzv_endpoint="localhost:0",  # a free port: several runs share a host
         local_addr="127.0.0.1",  # a host's name may stand for an address that nobody reaches
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the others are told to the ranks here
+        signals_to_handle="SIGQUIT",  # this module forwards the others to the ranks
     )
-    with _told_to_ranks(grace_seconds) as told, _added(environment or {}):
+    with _forward_signals(grace_seconds) as signals, _set_variables(environment or {}):
         try:
             elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
-            return _end(error.failures, told)
+            return _end(error.failures, signals)
     return RanksEnd(ExitStatus.FINISHED)
 
 
@@ -98,7 +98,7 @@ def write_error(file: str, text: str) -> bool:
 
 
 @dataclass
-class _Told:
+class _StopSignals:
     """The stop signals so far."""
 
     names: list[str]
@@ -106,22 +106,22 @@ class _Told:
 
 
 @contextmanager
-def _told_to_ranks(grace_seconds: float) -> Iterator[_Told]:
-    told = _Told([])
+def _forward_signals(grace_seconds: float) -> Iterator[_StopSignals]:
+    signals = _StopSignals([])
 
     def note(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if told.names and now - told.last < SECOND_SIGNAL_AFTER:
+        if signals.names and now - signals.last < SECOND_SIGNAL_AFTER:
             return
-        told.names.append(signal.Signals(number).name)
-        told.last = now
-        kill = len(told.names) > 2
+        signals.names.append(signal.Signals(number).name)
+        signals.last = now
+        kill = len(signals.names) > 2
         for pid in children(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
-        if len(told.names) == 1:
+        if len(signals.names) == 1:
             print(
-                f"\nhybridflow: {told.names[0]}: the ranks save and end, in {grace_seconds:g} s at most; "
+                f"\nhybridflow: {signals.names[0]}: the ranks save and end, in {grace_seconds:g} s at most; "
                 "once more, and they end at once",
                 file=sys.stderr,
                 flush=True,
@@ -129,14 +129,14 @@ def _told_to_ranks(grace_seconds: float) -> Iterator[_Told]:
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _added(environment: Mapping[str, str]) -> Iterator[None]:
+def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """Variables of this process, which ranks inherit, within the block; what is set already stays."""
     new = [name for name in environment if name not in os.environ]
     os.environ.update({name: environment[name] for name in new})
@@ -150,7 +150,7 @@ def _added(environment: Mapping[str, str]) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ failures
 
 
-def _end(failures: Mapping[int, Any], told: _Told) -> RanksEnd:
+def _end(failures: Mapping[int, Any], signals: _StopSignals) -> RanksEnd:
     """Of torch's ProcessFailures by rank: that with an error counts first, then what a signal killed.
 
     By SIGTERM the agent ends the others.
@@ -164,12 +164,12 @@ def _end(failures: Mapping[int, Any], told: _Told) -> RanksEnd:
     rank = min(failures, key=order)
     failure = failures[rank]
     code, text = int(failure.exitcode), _text(failure)
-    if told.names and code in (-signal.SIGTERM, -signal.SIGKILL):
-        return RanksEnd(ExitStatus.NOT_SAVED, f"stopped by {told.names[-1]}: nothing new was saved")
+    if signals.names and code in (-signal.SIGTERM, -signal.SIGKILL):
+        return RanksEnd(ExitStatus.NOT_SAVED, f"stopped by {signals.names[-1]}: nothing new was saved")
     if code in (ExitStatus.STOPPED, ExitStatus.NOT_SAVED):
         return RanksEnd(code)
     if text is not None:
-        return RanksEnd(code if code > 0 else ExitStatus.ERROR, text, told=True)
+        return RanksEnd(code if code > 0 else ExitStatus.ERROR, text, by_rank=True)
     who = f"rank {rank} (pid {failure.pid})"
     if code == ExitStatus.HANG:
         return RanksEnd(code, f"{who} was stuck; the report is above")
@@ -181,5 +181,5 @@ def _end(failures: Mapping[int, Any], told: _Told) -> RanksEnd:
 
 
 def _text(failure: Any) -> str | None:
-    """What the rank has left in its error file."""
+    """What the rank has left in the rank's error file."""
     return str(failure.message["message"]) if isinstance(failure.message, dict) else None

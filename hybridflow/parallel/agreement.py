@@ -78,7 +78,7 @@ def differences(digests: Mapping[int, Mapping[str, bytes]]) -> list[str]:
 
 
 def digest_bytes(*pieces: bytes) -> bytes:
-    """Of these pieces, told apart."""
+    """The digest of these pieces; how the bytes are cut counts."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for piece in pieces:
         digest.update(len(piece).to_bytes(8, "little"))

@@ -62,8 +62,8 @@ class GroupCalls:
     peer: int | None = None  # in the group, of a send or a receive
     calling: bool = False  # the call has not returned
     work: int = 0  # id of what it returned
-    waiting: bool = False  # in its `wait`
-    over: bool = False  # its `wait` has returned
+    waiting: bool = False  # in the call's `wait`
+    over: bool = False  # the call's `wait` has returned
 
     @property
     def inside(self) -> bool:
@@ -98,7 +98,7 @@ class Collectives:
     """The record of this process, by group. One per process, from the first `install` on."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, GroupCalls] = {}  # by the id of the group; a reference would keep it from its end
+        self._groups: dict[int, GroupCalls] = {}  # by the id of the group; a reference would keep the group alive
         self._latest: GroupCalls | None = None
 
     @staticmethod
@@ -123,7 +123,7 @@ class Collectives:
         """The last call of each group, the latest first."""
         groups = [calls for calls in list(self._groups.values()) if calls.operation]
         groups.sort(key=lambda calls: -calls.began)
-        found = [_told(calls) for calls in groups]
+        found = [_last_call(calls) for calls in groups]
         return [call for call in found if call is not None]
 
     def _noted(self, method: Callable[..., Any], name: str, counts: int) -> Callable[..., Any]:
@@ -178,7 +178,7 @@ class Collectives:
         return calls
 
 
-def _told(calls: GroupCalls) -> LastCall | None:
+def _last_call(calls: GroupCalls) -> LastCall | None:
     """None where the group has ended, or is not of the world's."""
     group = calls.group()
     if group is None:

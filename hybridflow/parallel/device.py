@@ -1,7 +1,7 @@
 """Where this process computes: on CUDA devices or on the CPU. Chosen once, before anything is loaded; all others ask.
 
 A CUDA build of torch whose driver is broken or sees no device answers `torch.cuda.is_available()` with False, as a CPU
-build does. Nobody who has such a machine means to train on its CPU: that is an error, unless the config says `cpu`.
+build does. Nobody who has such a machine means to train on the CPU: that is an error, unless the config says `cpu`.
 """
 
 import os
@@ -69,7 +69,7 @@ def num_devices() -> int | None:
 
 
 def current_device() -> torch.device:
-    """Where this rank computes, once its device is set."""
+    """Where this rank computes, once the rank's device is set."""
     return torch.device("cuda", torch.cuda.current_device()) if uses_cuda() else CPU
 
 

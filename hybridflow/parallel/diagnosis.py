@@ -42,7 +42,7 @@ def python_stacks() -> str:
     return "".join(lines)
 
 
-def told_by_host(found: Condition) -> str:
+def describe_state(found: Condition) -> str:
     """What this host can say of a rank that says nothing."""
     if found.ended:
         return f"is dead ({found.cause})"

@@ -1,6 +1,6 @@
 """Make a sharded result whole: every rank that needs it ends with the same global tensor, bit for bit.
 
-A role computes the part of its replica and returns it at once; the exchange comes where the result is needed. Ranks
+A role computes the part of a replica and returns it at once; the exchange comes where the result is needed. Ranks
 outside the role's grid go straight on, so that roles on disjoint ranks run at the same time. Each element is computed
 by one replica and contributed by one rank of it; the others add zero, and x + 0 = x exactly. The time spent here is
 time spent waiting for the slowest rank plus the transfer of a few bytes a token.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.parallel.device import wait_for
 
-PIECE_BYTES = 1 << 26  # of a large tensor on its way: what the device has room for beside everything else
+PIECE_BYTES = 1 << 26  # of a large tensor under way: what the device has room for beside everything else
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PartialTensor:
     values: Tensor  # (n,), of one dtype on every rank
 
     @classmethod
-    def nothing(cls, size: int, dtype: torch.dtype = torch.float32) -> "PartialTensor":
+    def empty(cls, size: int, dtype: torch.dtype = torch.float32) -> "PartialTensor":
         return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
 
     def parts(self) -> "tuple[PartialTensor, ...]":
@@ -47,16 +47,16 @@ class Exchange:
     device: torch.device
     seconds: float = field(default=0.0)
 
-    def whole(self, contribution: PartialTensor) -> Tensor:
+    def gather(self, contribution: PartialTensor) -> Tensor:
         """(size,) tensor on the CPU holding every rank's values, zero where no rank has one."""
-        return self.wholes([contribution])[0]
+        return self.gather_all([contribution])[0]
 
-    def wholes(self, contributions: Sequence[PartialTensor]) -> list[Tensor]:
+    def gather_all(self, contributions: Sequence[PartialTensor]) -> list[Tensor]:
         """Several at once, of one dtype: one collective of all ranks."""
         sizes = [x.size for x in contributions]
-        return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
+        return list(self.sum(self._laid_out(contributions)).cpu().split(sizes))
 
-    def swapped(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send bytes to each rank of the group; what each sends here, piece by piece.
 
         outgoing: by rank (n,) uint8 on the CPU. sizes: by rank the number of bytes that arrive, (n,) uint8 on the CPU.
@@ -76,18 +76,18 @@ class Exchange:
         self.seconds += time.perf_counter() - started
         return incoming
 
-    def summed(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
-        total = self.summed(torch.tensor(value, dtype=torch.float64, device=self.device))
+        total = self.sum(torch.tensor(value, dtype=torch.float64, device=self.device))
         return float(total) / self.group.size()
 
     def maximum(self, values: Tensor) -> Tensor:
         """The maximum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def _laid_out(self, contributions: Sequence[PartialTensor]) -> Tensor:
         """What this rank knows, one after the other, zero elsewhere."""
@@ -97,7 +97,7 @@ class Exchange:
             result.scatter_(0, x.where.to(self.device), x.values.to(self.device))
         return flat
 
-    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         started = time.perf_counter()
         dist.all_reduce(values, op=op, group=self.group)
         wait_for(values.device)  # else the wait would be counted where the result is read

@@ -1,11 +1,11 @@
 """gloo's process groups with one thread each, over the network interfaces that torch would take.
 
-torch 2.13 gives a group two threads, and both write into its status, without a lock, the name of the collective that
+torch 2.13 gives a group two threads, and both write into one status, without a lock, the name of the collective that
 they have ended. A name of over 15 characters is on the heap, and freed twice where two such collectives end at once:
 two ranks that had six gathers of ZeRO-1 under way, as megatron coalesces them, died within 2,000 rounds of them, or
 20,000. With one thread a group's collectives run in the order of their calls.
 
-A group whose threads are given makes no devices of its own. So ours are made as torch's are: of the interfaces that
+A group whose threads are given makes no devices. So ours are made as torch's are: of the interfaces that
 GLOO_SOCKET_IFNAME names, else of the address that the host's name stands for. Where the host alone has that address
 (Debian and Ubuntu write 127.0.1.1), ranks of several hosts would wait for each other without end. There the device is
 of the address by which this host reaches the master.
@@ -66,7 +66,7 @@ def _own_address(master: str) -> str | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether its first address is. A name that stands for nothing is not."""
+    """Whether the host's first address is of the loopback interface. A name without an address is not."""
     try:
         return ipaddress.ip_address(str(socket.getaddrinfo(host, None)[0][4][0])).is_loopback
     except OSError:

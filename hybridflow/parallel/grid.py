@@ -1,6 +1,6 @@
 """A layout's process groups on this rank: the only user of megatron's group collection.
 
-Every role has its own grid; several may lie over the same ranks or over others. Nothing is written into megatron's
+Every role has a grid; several may lie over the same ranks or over others. Nothing is written into megatron's
 global parallel state.
 """
 
@@ -77,23 +77,19 @@ class Grid:
 
     @property
     def tp_rank(self) -> int:
-        return self._own_coordinates.tp
+        return self.own_coordinates.tp
 
     @property
     def pp_rank(self) -> int:
-        return self._own_coordinates.pp
+        return self.own_coordinates.pp
 
     @property
     def dp_rank(self) -> int:
-        return self._own_coordinates.dp
-
-    @property
-    def at(self) -> TrainingCoordinates:
-        return self._own_coordinates
+        return self.own_coordinates.dp
 
     def place(self, group: Group) -> Place:
         """Which part of the weights of a group this rank holds."""
-        return self.layout.place(group, self._own_coordinates)
+        return self.layout.place(group, self.own_coordinates)
 
     @property
     def is_first_stage(self) -> bool:
@@ -105,11 +101,11 @@ class Grid:
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank contributes its replica's results to an exchange: one rank of each replica does."""
+        """Whether this rank contributes a replica's results to an exchange: one rank of each replica does."""
         return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
-    def _own_coordinates(self) -> TrainingCoordinates:
+    def own_coordinates(self) -> TrainingCoordinates:
         assert self.coordinates is not None, self._outside()
         return self.coordinates
 
@@ -129,7 +125,7 @@ class GroupsOfGrid(ProcessGroupCollection):
 
 
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
-    """Its groups are None on ranks outside the layout."""
+    """The groups of the collection are None on ranks outside the layout."""
     tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
     both = groups.own(layout.groups("tp", "pp"))
     dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both}

@@ -22,9 +22,9 @@ class Statement:
     phase: str
     seconds: float  # in the phase, since it was last entered
     deadline: float | None
-    stacks: str  # of its threads, the main one first
+    stacks: str  # of the rank's threads, the main one first
     calls: tuple[LastCall, ...]  # the last one of each group, the latest first
-    seen: Mapping[int, str]  # of the other ranks of its machine, what /proc says
+    seen: Mapping[int, str]  # of the other ranks of the machine, what /proc says
 
     @property
     def current(self) -> LastCall | None:
@@ -76,7 +76,7 @@ def report(statements: Mapping[int, Statement], names: Sequence[str]) -> str:
 
 
 def report_alone(own: Statement, names: Sequence[str], mute: Iterable[int]) -> str:
-    """Of one rank, where ranks cannot hear each other. mute: ranks of its host that are stopped or dead."""
+    """Of one rank, where ranks cannot hear each other. mute: ranks of the same host that are stopped or dead."""
     lines = [f"hybridflow: hang: {names[rank]} {_state(own.seen[rank])}" for rank in mute]
     lines += [
         f"hybridflow: hang: {names[own.rank]} is in phase {own.phase} for {own.seconds:.1f} s; the store does not "
@@ -108,7 +108,7 @@ def _missed(rank: int, statements: Mapping[int, Statement], waits: Mapping[int, 
     inside = {other: statements[other].current for other, awaited in sorted(waits.items()) if rank in awaited}
     call = next(iter(inside.values()))
     assert call is not None, "who waits is inside a call"
-    waiting = [other for other, its in inside.items() if its and (its.group, its.number) == (call.group, call.number)]
+    waiting = [other for other, at in inside.items() if at and (at.group, at.number) == (call.group, call.number)]
     own = statements[rank].current
     doing = f"it is inside {own.operation} of group {own.group}" if own else "it is inside no collective"
     who = f"rank {shown(waiting)} waits" if len(waiting) == 1 else f"ranks {shown(waiting)} wait"
@@ -157,7 +157,7 @@ def _did_last(name: str, statement: Statement | None) -> list[str]:
 
 
 def _by_stacks(statements: Mapping[int, Statement]) -> dict[str, list[int]]:
-    """Ranks that stand at the same place are told once."""
+    """Ranks by their place, so that the report shows each place once."""
     found: dict[str, list[int]] = {}
     for rank, statement in sorted(statements.items()):
         found.setdefault(statement.stacks, []).append(rank)

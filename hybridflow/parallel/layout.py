@@ -1,7 +1,7 @@
 """Where ranks stand, without any process group: training layouts TP x PP x DP and rollout layouts. Pure.
 
 Ranks of a layout are numbered with tp fastest, then dp, then pp: tp neighbours share a node, pipeline stages lie far
-apart. What a rank holds follows from its coordinates alone, on every rank alike, and so does every plan.
+apart. What a rank holds follows from the rank's coordinates alone, on every rank alike, and so does every plan.
 
 Weights are in two groups. Dense ones are cut over the tp ranks of a replica. Experts cut the same ranks of a stage
 anew: etp fastest, then ep, then replicas. With etp x ep = tp they too lie within a replica; with more, as many
@@ -68,12 +68,9 @@ def _places(cut: Cut, group: Group) -> tuple[Place, ...]:
     return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
 
 
-WHOLE = Cut()
-
-
 @dataclass(frozen=True)
 class Layout:
-    """One role's TP x PP x DP over its ranks."""
+    """One role's TP x PP x DP over the role's ranks."""
 
     tp: int
     pp: int
@@ -86,14 +83,14 @@ class Layout:
     etp: int | None = None  # ranks that share each expert; None: see `expert_tp`
 
     def __post_init__(self) -> None:
-        assert self.tp * self.pp * self.dp == len(self.ranks), (
-            f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} does not fill {len(self.ranks)} ranks"
-        )
-        assert list(self.ranks) == sorted(set(self.ranks)), f"ranks must ascend: {self.ranks}"
-        assert self.expert_tp * self.ep % self.tp == 0 and self.dp % self.replicas_per_expert_copy == 0, (
-            f"etp x ep = {self.expert_tp} x {self.ep} must be a multiple of tp = {self.tp} that divides "
-            f"tp x dp = {self.tp} x {self.dp}"
-        )
+        if self.tp * self.pp * self.dp != len(self.ranks):
+            grid = f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp}"
+            raise ValueError(f"{grid} does not fill {len(self.ranks)} ranks")
+        if list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"ranks must ascend: {self.ranks}")
+        if self.expert_tp * self.ep % self.tp or self.dp % self.replicas_per_expert_copy:
+            experts, own = f"{self.expert_tp} x {self.ep}", f"tp x dp = {self.tp} x {self.dp}"
+            raise ValueError(f"etp x ep = {experts} must be a multiple of tp = {self.tp} that divides {own}")
 
     @property
     def expert_tp(self) -> int:
@@ -120,7 +117,7 @@ class Layout:
         return self.places(group)[self.place_index(group, at)]
 
     def holder(self, group: Group, index: int, near: TrainingCoordinates) -> TrainingCoordinates:
-        """Who holds part `index` of `places` in the copy that the rank `near` has a part of, on its stage."""
+        """Who holds part `index` of `places` in the copy that the rank `near` has a part of, on the stage of `near`."""
         if group == "dense":
             return near._replace(tp=index)
         replica, tp = divmod(index, self.tp)
@@ -174,7 +171,7 @@ class Layout:
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
     def crosses_hosts(self, axis: Literal["tp", "dp", "pp"], ranks_per_host: int) -> bool:
-        """Whether messages along an axis leave a host; a host's ranks are neighbours, its first a multiple of them."""
+        """Whether messages along an axis leave a host; a host's ranks are neighbours, the first a multiple."""
         hosts = [rank // ranks_per_host for rank in self.ranks]
         stage = self.tp * self.dp
         if axis == "pp":
@@ -202,7 +199,7 @@ class Layout:
         return [count * self.vpp for count in self._layers_per_chunk(num_layers)]
 
     def stages(self, num_layers: int) -> Stages:
-        """The layers of each pipeline stage, all its chunks together."""
+        """The layers of each pipeline stage, all chunks of the stage together."""
         return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks(num_layers))
 
     def _layers_per_chunk(self, num_layers: int) -> list[int]:
@@ -245,7 +242,7 @@ class RolloutLayout:
         return Cut(self.tp, 1, self.tp) if self.expert_parallel else Cut(self.tp, self.tp)
 
     def place(self, group: Group, tp_rank: int) -> Place:
-        """What a tensor-parallel rank holds of the weights of its stage."""
+        """What a tensor-parallel rank holds of the weights of the rank's stage."""
         return self.cut.places(group)[tp_rank]
 
     @cached_property
@@ -267,7 +264,7 @@ class RolloutLayout:
         return self._coordinates[rank]
 
     def contributes(self, rank: int) -> bool:
-        """Whether this rank tells what its replica generated: the first one does."""
+        """Whether this rank tells what the replica generated: the first one does."""
         return rank in self and self.coordinates(rank)[1:] == (0, 0)
 
     def tp_groups(self) -> list[list[int]]:

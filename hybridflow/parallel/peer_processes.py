@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridflow.errors import EnvironmentProblem
+
 FIELD_STATE, FIELD_START_TIME, FIELD_EXIT_CODE = 3, 22, 52  # of /proc/PID/stat
-ENDED = ("Z", "X")  # a process that its parent has not asked about yet, and one that is going away
+ENDED = ("Z", "X")  # a process whose parent has not asked about it yet, and one that is going away
 NOT_RUNNING = {"T": "stopped", "t": "held by a debugger", "D": "in an uninterruptible wait"}
 
 
@@ -40,7 +42,7 @@ class Condition:
     """What /proc says of a process."""
 
     state: str | None  # the letter of ps; None where there is no such process any more
-    signal: int | None = None  # that ended it; known until its parent has asked
+    signal: int | None = None  # that ended the process; known until the parent has asked
     exit_code: int | None = None
 
     @property
@@ -63,12 +65,13 @@ def signal_name(number: int) -> str:
 
 def this_process(rank: int) -> Peer:
     fields = _stat_fields(os.getpid())
-    assert fields is not None, "a process sees itself in /proc"
+    if fields is None:
+        raise EnvironmentProblem(f"/proc/{os.getpid()}/stat: cannot be read; a run needs /proc to tell processes apart")
     return Peer(rank, socket.gethostname(), _machine(), os.getpid(), _number(fields, FIELD_START_TIME))
 
 
 def parent_process() -> str:
-    """Tells the process that started this one from all others: torchrun's agent, which starts its ranks again."""
+    """Tells the process that started this one from all others: torchrun's agent, which starts ranks again."""
     fields = _stat_fields(os.getppid())
     return f"{_machine()} {os.getppid()} {_number(fields, FIELD_START_TIME) if fields else 0}"
 
@@ -112,7 +115,7 @@ def kill(peer: Peer) -> bool:
 
 
 class Wake:
-    """Sleep until a process of this machine ends: its exit code is to be seen only until torchrun asks for it."""
+    """Sleep until a process of this machine ends: the exit code is visible only until torchrun asks for it."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._poll = select.poll()
@@ -163,7 +166,7 @@ def _stat_fields(pid: int) -> list[str] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    before, _, after = text.rpartition(")")  # its name may have any letter
+    before, _, after = text.rpartition(")")  # a process's name may have any letter
     return [*before.split(" (", 1), *after.split()]
 
 

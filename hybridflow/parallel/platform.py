@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from hybridflow.cpu import fresh_pages
 from hybridflow.cpu.kernels import library as kernels
 from hybridflow.cpu.kernels import matrix
-from hybridflow.cpu.megatron import overlays
+from hybridflow.cpu.megatron import overlays, weight_gradients
 from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
@@ -31,7 +32,7 @@ from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
-from hybridflow.parallel.versions import check_version
+from hybridflow.parallel.versions import check_version, replace_in
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TIMEOUT_MARGIN = timedelta(minutes=10)  # beyond the watchdog's longest deadline
@@ -56,7 +57,7 @@ class Platform:
         if self.has_cuda:
             torch.cuda.empty_cache()
 
-    def settle(self) -> None:
+    def freeze_objects(self) -> None:
         """All objects that there are stay: no search for garbage looks at them any more, until the next `start`.
 
         vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects to look at.
@@ -78,7 +79,7 @@ class Platform:
         return host_memory()[1] * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read next measures work and not its enqueueing."""
+        """Wait for the device, so that a clock read next measures work and not the enqueueing."""
         if self.has_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -104,9 +105,9 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
     timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
         join_world(backend, timeout)
-    if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
+    if uses_cuda():  # a communicator's first use must be one that all ranks take part in
         dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
-    if device.type == "cpu":
+    else:
         agree_on_kernels(world_group())
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
@@ -140,12 +141,15 @@ def overlaps_exchanges() -> bool:
     return uses_cuda()
 
 
-def adds_gradients_in_products() -> bool:
-    """Whether `adapt_megatron` gives megatron's layers a product that adds a weight's gradient to its buffer.
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """On a CPU layers add gradients to the buffers as they multiply; on CUDA the layers' config asks apex for that."""
+    if not uses_cuda():
+        weight_gradients.fuse(model)
 
-    On CUDA that is apex's, which layers know of by their config.
-    """
-    return not uses_cuda()
+
+def zero_function() -> Callable[[torch.Tensor], object]:
+    """What writes zeros over bytes that torch's allocator has just given."""
+    return torch.Tensor.zero_ if uses_cuda() else fresh_pages.zero
 
 
 def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
@@ -186,19 +190,18 @@ def _set_default_timeouts(longest_phase_seconds: float) -> timedelta:
     """
     timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest_phase_seconds) + TIMEOUT_MARGIN)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        assert hasattr(dist.distributed_c10d, name), f"torch {torch.__version__} has no {name}"
-        setattr(dist.distributed_c10d, name, timeout)
+        replace_in(dist.distributed_c10d, **{name: timeout})
     return timeout
 
 
 def fresh_store() -> Store:
-    """The store of the process group, by a connection of its own that any thread may use, under a prefix that this
+    """The store of the process group, by a connection that any thread may use, under a prefix that this
     start alone uses: torchrun's outlives restarts. Collective over the world.
     """
     prefix = [os.urandom(8).hex()]
     dist.broadcast_object_list(prefix, src=0, group=dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
-    own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+    own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, the stub not
     return PrefixStore(f"hybridflow/{prefix[0]}", own)
 
 
@@ -234,7 +237,7 @@ def stop() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, alike on every rank. What must be random draws from its own generator."""
+    """Seed torch on every device, alike on every rank. What must be random draws from a separate generator."""
     torch.manual_seed(seed)
 
 
@@ -266,12 +269,12 @@ def prepare_imports(platform: PlatformName) -> None:
     Errors: EnvironmentProblem of `choose_platform`.
     """
     choose_platform(platform)
-    quiet()
+    quiet_libraries()
     if not uses_cuda():
         overlays.prepare()
 
 
-def quiet() -> None:
+def quiet_libraries() -> None:
     """Keep what a user of this program cannot act on out of every rank's output."""
     about_cuda = () if uses_cuda() else (".*(CUDA|cuda).*",)  # that there is none is known, and meant
     for message in (

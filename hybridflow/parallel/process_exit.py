@@ -1,4 +1,4 @@
-"""How a process ends from any of its threads: says what it has to say, and is gone, whatever its main thread is in.
+"""How a process ends from any thread: says what it has to say, and is gone, whatever the main thread is in.
 
 A terminal or a pipe that nobody reads blocks who writes to it, and the main thread may hold the lock of a stream for
 ever. So what is said is given a few seconds, in a thread that nobody waits for any longer.
@@ -18,7 +18,7 @@ STDERR = 2
 
 
 def in_time(act: Callable[[], object], seconds: float = PATIENCE) -> bool:
-    """Whether `act` was over within so long; else it goes on in a thread of its own."""
+    """Whether `act` was over within so long; else `act` goes on in a separate thread."""
     thread = threading.Thread(target=act, name=NAME, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -23,7 +23,7 @@ def keep_loopback_direct(*more: str) -> None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether the host of a URL is this machine by its loopback interface."""
+    """Whether the host of a URL is this machine by the loopback interface."""
     host = urlsplit(url).hostname or ""
     try:
         return host in LOOPBACK or ipaddress.ip_address(host).is_loopback

@@ -1,7 +1,7 @@
 """Rank 0 gives orders and has answers, through the store alone: whoever does not answer is known by name.
 
 A collective in which one rank is missing fails on all of them, and none can say who was missing. Here rank 0 waits for
-each answer so long and no longer, and goes on without the ranks that gave none. The others do what they are told.
+each answer so long and no longer, and goes on without the ranks that gave none. The others do what rank 0 orders.
 """
 
 import json
@@ -25,7 +25,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1  # seconds between two looks into the
 
 
 class CommandLeader:
-    """Rank 0's side, which does its own part of every order by itself."""
+    """Rank 0's side, which does rank 0's part of every order by itself."""
 
     def __init__(self, store: Store, world_size: int, perform: Perform) -> None:
         self._store, self._perform = store, perform
@@ -88,7 +88,7 @@ def doing(store: Store, rank: int, what: str) -> None:
 def wait_for(store: Store, keys: Iterable[str], seconds: float) -> bool:
     """Whether all keys are there within so long; looks once at least. The store's own wait warns when it is over.
 
-    A store whose host is cut off answers nothing for minutes, whatever its time-out: the look is given up.
+    A store whose host is cut off answers nothing for minutes, whatever the time-out: the look is given up.
     """
     wanted, until = list(keys), time.monotonic() + seconds
     found: list[bool | RuntimeError] = []

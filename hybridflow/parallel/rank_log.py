@@ -6,7 +6,7 @@
 
 The files have what happens from level info on, warnings of libraries, and the traceback of every error, also of ranks
 that do not speak on the screen. HYBRIDFLOW_LOG=debug adds the seconds of every stage. It also says from which level on
-the ranks write to stderr, each line with its rank; without it from warning on.
+the ranks write to stderr, each line with the rank; without it from warning on.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class _RankFile(logging.Handler):
         self.error: BaseException | None = None
 
     def open(self) -> None:
-        """What has waited is written. A file that cannot be written to is told once, and the run goes on."""
+        """What has waited is written. A file that cannot be written to is reported once, and the run goes on."""
         with self.lock or contextlib.nullcontext():
             if self._file is not None or self._lost:
                 return
@@ -136,7 +136,7 @@ def open_rank_log() -> None:
 
 
 def log_error(error: BaseException) -> None:
-    """The error with its traceback, once, in the file alone: on the screen one rank speaks for all."""
+    """The error with the traceback, once, in the file alone: on the screen one rank speaks for all."""
     for file in _current:
         if file.error is not error:
             file.error = error

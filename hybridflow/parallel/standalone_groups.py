@@ -1,4 +1,4 @@
-"""A group of some ranks beside the world's: made by these alone, with a time-out of its own.
+"""A group of some ranks beside the world's: made by these alone, with a separate time-out.
 
 `torch.distributed.new_group` is collective over the world and needs one: where a single host is out of reach, nobody
 gets a group. What looks for the host or the link that is out of reach needs groups that fail by themselves.
@@ -20,7 +20,7 @@ TAG = 0
 class StandaloneGroup:
     """`size` ranks that have the same `name`. Calls return when they are done, or raise RuntimeError in time.
 
-    That it cannot be made is told in time where a rank does not come. Where one has come and its host is cut off
+    A call without a group ends in time where a rank does not come. Where one has come and its host is cut off
     before all are connected, gloo of torch 2.13 waits for minutes: make it in a thread that can be given up.
 
     Tensors on the CPU travel by gloo; on CUDA those of `device` by NCCL, which was written from documentation and never
@@ -31,7 +31,7 @@ class StandaloneGroup:
         self, store: Store, name: str, *, rank: int, size: int, timeout: timedelta, device: torch.device = CPU
     ) -> None:
         self.rank, self.size, self.device, self._timeout = rank, size, device, timeout
-        connection: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+        connection: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, the stub not
         own = PrefixStore(f"group/{name}", connection)  # who waits there holds up nobody who asks `store`
         own.set_timeout(timeout)
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", own), rank, size, timeout)

@@ -48,10 +48,10 @@ class StopRequest:
         self._armed = True
 
     def listen(self) -> None:
-        """Notice signals from now on; in the main thread. Before that each has its default action.
+        """Notice signals from now on; in the main thread. Before that each has the default action.
 
         A signal that this process was started to ignore stays so: whoever sends SIGUSR1 to all processes of a job
-        (Slurm, through launch/slurm.sbatch) has SIGTERM told to the ranks, and the wish must not come twice.
+        (Slurm, through launch/slurm.sbatch) has SIGTERM sent to the ranks, and the wish must not come twice.
         """
         self._signals = frozenset(sign for sign in self._signals if signal.getsignal(sign) != signal.SIG_IGN)
         if not self._signals:
@@ -64,10 +64,10 @@ class StopRequest:
         threading.Thread(target=self._wait, name="hybridflow stop", daemon=True).start()
 
     def agreed(self, group: dist.ProcessGroup, also: bool = False) -> bool:
-        """Whether any rank was told, or says `also`: alike on all. Collective; the group must take CPU tensors."""
-        told = torch.tensor([int(self.requested is not None or also)])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        return bool(told)
+        """Whether any rank got a signal, or says `also`: alike on all. Collective; the group must take CPU tensors."""
+        asked = torch.tensor([int(self.requested is not None or also)])
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
+        return bool(asked)
 
     def disarm(self) -> None:
         """Neither a signal nor the end of the grace changes the exit status from now on: the run ends anyway.
@@ -81,11 +81,11 @@ class StopRequest:
             readable, _, _ = select.select([self._read], [], [], self._seconds_left())
             for number in os.read(self._read, 64) if readable else b"":
                 if number in self._signals:  # SIGINT passes here too
-                    self._told(signal.Signals(number).name)
+                    self._on_signal(signal.Signals(number).name)
             if self._armed and self._seconds_left() == 0:
                 self._end(f"{self.requested} came {self._grace_seconds:g} s ago (checkpoint.grace_seconds)")
 
-    def _told(self, name: str) -> None:
+    def _on_signal(self, name: str) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first, self.requested = now, name

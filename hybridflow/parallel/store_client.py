@@ -1,11 +1,11 @@
 """Short notes that the ranks of one start leave for each other in torch's store, where some no longer do their part.
 
-The store is that of torchrun's agent, or rank 0's. Its host may be the one that is gone, and its client waits on a
-socket without end: so a thread of its own asks, and who does not get an answer in time goes on without. No method
+The store is that of torchrun's agent, or rank 0's. The store's host may be gone, and the store's client waits on a
+socket without end: so a separate thread asks, and who does not get an answer in time goes on without. No method
 raises or blocks for longer than `ANSWER_SECONDS`; None says that the store does not answer, and the question may have
 been dropped. `deliver` writes what must not be lost: that thread tries again until the store has taken it.
 
-The connection is one of its own (`clone`): a client has a lock, and the main thread must never wait for this thread.
+The connection is separate (`clone`): a client has a lock, and the main thread must never wait for this thread.
 """
 
 import queue
@@ -28,7 +28,7 @@ class StoreClient:
     """Keys lie under `prefix`, which no other start has: torchrun's store outlives a restart."""
 
     def __init__(self, store: Store, prefix: str) -> None:
-        self._store = PrefixStore(f"hybridflow/{prefix}", store.clone())  # type: ignore[attr-defined]  # torch has it, its stub not
+        self._store = PrefixStore(f"hybridflow/{prefix}", store.clone())  # type: ignore[attr-defined]  # torch has it, the stub not
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._questions: queue.SimpleQueue[Callable[[], None] | None] = (
             queue.SimpleQueue()
@@ -115,7 +115,7 @@ class StoreClient:
             return
         try:
             question()
-        except DistNetworkError:  # for good; torch would warn of each further question, with a stack of its own
+        except DistNetworkError:  # for good; torch would warn of each further question, with another stack
             self._closed = True
         except DistError:  # no answer in time; that nothing is found says so
             pass

@@ -1,6 +1,6 @@
 """stdout and stderr of a run: it goes on where they cannot be written any more.
 
-A pipe may lose its reader, a terminal may close, and the disk under a redirected stdout may be full. None of these is
+A pipe may lose the reader, a terminal may close, and the disk under a redirected stdout may be full. None of these is
 worth an iteration: what is shown there is in the log files of the ranks, too.
 """
 
@@ -16,10 +16,10 @@ DESCRIPTORS = (0, 1, 2)
 
 
 class _KeptStream:
-    """A stream whose failures are told once, in the log, and otherwise ignored."""
+    """A stream whose failures the log tells once; later failures are ignored."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._told = stream, name, False
+        self._stream, self._name, self._reported = stream, name, False
 
     def write(self, text: str) -> int:
         try:
@@ -42,15 +42,15 @@ class _KeptStream:
         return getattr(self._stream, name)
 
     def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             LOG.warning("%s cannot be written: %s; the run continues", self._name, error.strerror, extra=IN_FILES_ALONE)
 
 
 def keep_streams() -> None:
     """From now on no failure of stdout or stderr is an error of this process.
 
-    A descriptor that is closed becomes /dev/null: else a file of the run would get its number, and with it what
+    A descriptor that is closed becomes /dev/null: else a file of the run would get the number, and with the number what
     libraries print.
     """
     for descriptor in DESCRIPTORS:

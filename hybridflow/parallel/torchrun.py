@@ -46,26 +46,26 @@ def forget_world_of_one() -> None:
 
 
 def check_rank(nproc: int | None) -> None:
-    """Whether this process may be the rank that its environment says. nproc: what --nproc says.
+    """Whether this process may be the rank that the environment says. nproc: what --nproc says.
 
     Errors: EnvironmentProblem where that contradicts --nproc, or says too little.
     """
     rank, world_size = torchrun_rank()
-    told = f"RANK = {rank} and WORLD_SIZE = {world_size} are set in the environment"
+    found = f"RANK = {rank} and WORLD_SIZE = {world_size} are set in the environment"
     unset = "if they are left over, unset them: env -u RANK -u WORLD_SIZE -u LOCAL_RANK hybridflow train ..."
     if nproc is not None and (nproc != world_size or not _has_launcher()):
-        raise EnvironmentProblem(f"--nproc {nproc}: {told}: a rank starts no ranks. Leave --nproc out, or {unset}")
+        raise EnvironmentProblem(f"--nproc {nproc}: {found}: a rank starts no ranks. Leave --nproc out, or {unset}")
     if world_size > 1 and "MASTER_ADDR" not in os.environ:
-        raise EnvironmentProblem(f"{told}, and MASTER_ADDR is not: a rank cannot find the others; {unset}")
+        raise EnvironmentProblem(f"{found}, and MASTER_ADDR is not: a rank cannot find the others; {unset}")
 
 
 def _has_launcher() -> bool:
-    """Whether torchrun, or what does the same, has set the variables of a rank: a pod has no ranks of its own."""
+    """Whether torchrun, or what does the same, has set the variables of a rank: a pod alone has no ranks."""
     return "LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_by_command() -> bool:
-    """Whether `hybridflow train` watches this rank and tells its error."""
+    """Whether `hybridflow train` watches this rank and tells the rank's error."""
     return os.environ.get(BY_COMMAND) == "1"
 
 
@@ -106,7 +106,7 @@ def host_name() -> str:
 def meeting_store(timeout: timedelta) -> Store:
     """A store that all ranks see, before any process group exists and without one; alone, one of this process.
 
-    Every call of a process gets keys of its own: ranks that call it equally often meet. Errors: EnvironmentProblem
+    Every call of a process gets separate keys: ranks that call it equally often meet. Errors: EnvironmentProblem
     where the store's host cannot be reached.
     """
     rank, world_size = torchrun_rank()
@@ -132,11 +132,11 @@ def hosts_of_ranks() -> str:
 
     Where they are not alike, and nobody tells, all ranks count as of one host.
     """
-    told = os.environ.get("HYBRIDFLOW_HOSTS")
-    if told is not None:
-        return told
+    hosts = os.environ.get("HYBRIDFLOW_HOSTS")
+    if hosts is not None:
+        return hosts
     _, world_size = torchrun_rank()
-    num_nodes = _env_int("GROUP_WORLD_SIZE", 1)  # not LOCAL_WORLD_SIZE: vLLM 0.32.0 writes its own into that
+    num_nodes = _env_int("GROUP_WORLD_SIZE", 1)  # not LOCAL_WORLD_SIZE: vLLM 0.32.0 overwrites that
     if num_nodes < 1 or world_size % num_nodes:
         num_nodes = 1
     return ",".join(f"node {i}={world_size // num_nodes}" for i in range(num_nodes))

@@ -81,7 +81,7 @@ def installed_set() -> tuple[str | None, str]:
 
 
 def set_line() -> str:
-    """For people: the set and its releases."""
+    """For people: the set and the set's releases."""
     name, releases = installed_set()
     return f"releases: {releases}: {f'the set for {name}' if name else 'no set that is known to go together'}"
 
@@ -113,12 +113,15 @@ def source_commit(source: Path = SOURCE) -> str | None:
 def replace_in(owner: object, **names: object) -> None:
     """Give a module or a class of a package other functions by these names."""
     for name, value in names.items():
-        assert hasattr(owner, name), f"{owner} has no {name} to replace"
+        if not hasattr(owner, name):
+            raise EnvironmentProblem(
+                f"{owner}: has no {name} to replace; install the releases of launch/constraints.txt"
+            )
         setattr(owner, name, value)
 
 
 def check_version(package: str, found: str) -> None:
-    """Called before anything of `package` is replaced. found: its own `__version__`; +cpu and the like do not matter.
+    """Called before anything of `package` is replaced. found: `__version__` there; +cpu and the like do not matter.
 
     Errors: EnvironmentProblem where the replacements were written for other releases than that one, unless
     HYBRIDFLOW_TRY_VERSIONS=1 asks for a warning, once a process; or where that variable is neither 0 nor 1.

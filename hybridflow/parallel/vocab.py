@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of logits that are split over the vocabulary.
 
-megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites its input;
+megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites the input;
 here the group is given. Work goes in chunks of rows, so that no float32 copy of all logits ever exists: what is kept
 for the backward pass are the logits themselves, and the backward pass writes their gradient over them. Where even they
 are too many, `models.output_layer` makes them in chunks, too.
@@ -25,7 +25,7 @@ from hybridflow.parallel.device import uses_cuda
 
 Temperature = float | Tensor  # of all rows, or (R,)
 # logits handled at a time, by device, of which float32 copies exist, two forward and three backward: on a CPU 4 MiB
-# each, which stay in its caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else
+# each, which stay in caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else
 # take longer than they
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 FORWARD_COPIES, BACKWARD_COPIES = 2, 3
@@ -53,10 +53,10 @@ class Gradients(Protocol):
 
 
 class VocabKernels(NamedTuple):
-    """What this rank computes of its columns of the logits, of which the first `columns` are of the vocabulary.
+    """What this rank computes of own columns of the logits, the first `columns` of which are of the vocabulary.
 
     partial_sums(logits, columns, targets, temperature) -> (m, sums): the largest z, (R,), and, (3, R),
-    sum exp(z - m), sum exp(z - m)(z - m) and z_y - m. A target that is none of the columns is negative, and its term 0.
+    sum exp(z - m), sum exp(z - m)(z - m) and z_y - m. A target that is none of the columns is negative, and the term 0.
     """
 
     partial_sums: Callable[[Tensor, int, Tensor, Temperature], tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ def vocab_parallel_log_probs(
 
 
 class OwnColumns:
-    """This rank's columns of the logits, and what it takes from the others of its group to make results of them.
+    """This rank's columns of the logits, and what the rank takes from the group's others to make results of them.
 
     num_columns: padded vocabulary / tp, of which the last rank's last may lie past the vocabulary.
     """
@@ -161,7 +161,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _below(peak: Tensor, own: Tensor, sums: Tensor, mine: Tensor) -> Tensor:
-    """This rank's (3, R) sums of what logits are below its own maximum, below that of all ranks."""
+    """This rank's (3, R) sums of what logits are below the rank's maximum, below that of all ranks."""
     exp_sum, weighted, target = sums
     lower = own - peak
     factor = lower.exp()

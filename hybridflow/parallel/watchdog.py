@@ -2,14 +2,14 @@
 
     watchdog = Watchdog(deadlines, stop)          # the process's
     watchdog.start(world_group(), run_dir / "logs")
-    watchdog.enter("update")                      # at each change of phase: its deadline starts anew
+    watchdog.enter("update")                      # at each change of phase: the phase's deadline starts anew
 
-Stuck: a rank is longer in a phase than its deadline. It raises an alarm in the store, all ranks say there what
+Stuck: a rank is longer in a phase than the phase's deadline. It raises an alarm in the store, all ranks say there what
 they are doing, one of them reports (`hybridflow.parallel.hang_report`) and all exit with HANG; those that say nothing
 are killed by the others of their host.
 
 Gone: a rank has ended, and neither has it said why (`failed`) nor left in peace (`close`). Who sees it says on which
-host, and by which signal; all others end with ERROR. They stay until torchrun has seen it too, for its own summary
+host, and by which signal; all others end with ERROR. They stay until torchrun has seen it too, for torchrun's summary
 names the rank that it sees end first. A host with no rank left is gone when it has been silent for `HOST_SILENCE`.
 
 Everything that ends a rank because of another is done by this thread alone.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hybridflow.errors import ExitStatus
 from hybridflow.parallel.collectives import Collectives
-from hybridflow.parallel.diagnosis import dump_nccl_trace, lost_peer, python_stacks, told_by_host
+from hybridflow.parallel.diagnosis import describe_state, dump_nccl_trace, lost_peer, python_stacks
 from hybridflow.parallel.hang_report import Statement, report, report_alone
 from hybridflow.parallel.peer_processes import (
     Condition,
@@ -53,7 +53,7 @@ HOLD_SECONDS = 10.0  # that a rank stays for torchrun to see first who ended fir
 REPORT = "hang_report.txt"
 PEACEFUL = "left"  # notes, each with a rank: it ended as it should, ...
 FAILED = "failed"  # ... or has itself said why, ...
-UNSAVED = "unsaved"  # ... or was told to end and did, without a checkpoint
+UNSAVED = "unsaved"  # ... or was asked to end and did, without a checkpoint
 
 
 class Watchdog:
@@ -98,7 +98,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="hybridflow watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
-        """The main thread begins something that has a deadline of its own."""
+        """The main thread begins something that has a separate deadline."""
         assert phase in self._deadlines, f"{phase!r} is no phase: {', '.join(self._deadlines)}"
         self._entered = (phase, time.monotonic(), self._paused)
 
@@ -107,7 +107,7 @@ class Watchdog:
         self._entered = None
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         """The block is this phase; after it the one before begins anew, if there was one."""
         before = self._entered
         self.enter(phase)
@@ -119,10 +119,10 @@ class Watchdog:
                 self.enter(before[0])
 
     def close(self) -> None:
-        """This rank ends as it should. From now on nothing changes its exit status: neither a signal nor a peer."""
+        """This rank ends as it should. From now on nothing changes the exit status: neither a signal nor a peer."""
         self._end_watch(PEACEFUL)
 
-    def failed(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """This rank ends with an error that it reports itself; comes before it does.
 
         Where the error may come from a rank that is gone, it waits for the thread to find that out, and then it does
@@ -152,7 +152,7 @@ class Watchdog:
             self._end_without(*gone)
         alarm = self._notices.read("alarm")
         if alarm not in (None, "hang") and not self._closed.is_set():
-            self._end_as_told()
+            self._end_silently()
         if (alarm == "hang" or self._overdue()) and not self._closed.is_set():
             self._end_hung()
         self._beat()
@@ -178,7 +178,7 @@ class Watchdog:
         self._end_watch(FAILED if hasattr(sys, "last_value") else PEACEFUL)
 
     def _count_pause(self) -> None:
-        """While this process was stopped as a whole, with its run or its machine, no deadline ran."""
+        """While this process was stopped as a whole, with the run or the machine, no deadline ran."""
         now = time.monotonic()
         usual = self._interval + 4 * ANSWER_SECONDS  # of one round
         pause = max(0.0, now - self._looked - usual)
@@ -201,24 +201,24 @@ class Watchdog:
     # ---- a rank is gone
 
     def _gone(self) -> tuple[str, bool] | None:
-        """Why this rank has to end, and whether that is told already: a rank or a whole host is gone."""
+        """Why this rank has to end, and whether that is reported already: a rank or a whole host is gone."""
         for rank, peer in list(self._near.items()):
             seen = condition(peer)
             if not seen.ended:
                 continue
             if seen.exit_code == 0 or self._notices.has(f"{PEACEFUL}/{rank}"):
                 del self._near[rank]
-            elif seen.exit_code == ExitStatus.HANG:  # it was quick: its alarm says the rest
+            elif seen.exit_code == ExitStatus.HANG:  # it was quick: the alarm says the rest
                 continue
             elif seen.exit_code == ExitStatus.NOT_SAVED or self._notices.has(f"{UNSAVED}/{rank}"):
-                # It has said so, and was told to by what this rank hears next. torchrun may have asked for its exit
+                # It has said so, for a reason that this rank hears next. torchrun may have asked for the exit
                 # code before this rank looked: then only the note is left.
                 leave(ExitStatus.NOT_SAVED)
             else:
-                told = self._notices.has(f"{FAILED}/{rank}")
-                if told is None:  # the store may have ended with it, in peace, and this rank be about to
+                reported = self._notices.has(f"{FAILED}/{rank}")
+                if reported is None:  # the store may have ended with it, in peace, and this rank be about to
                     self._hold()
-                return f"{peer} ended without a word: {self._cause(seen)}", bool(told)
+                return f"{peer} ended without a word: {self._cause(seen)}", bool(reported)
         return self._silent_host()
 
     def _cause(self, seen: Condition) -> str:
@@ -236,9 +236,9 @@ class Watchdog:
         if all(self._notices.has(f"{PEACEFUL}/{rank}") for rank in ranks):
             self._heard = float("inf")
             return None
-        told = any(self._notices.has(f"{FAILED}/{rank}") for rank in ranks)
+        reported = any(self._notices.has(f"{FAILED}/{rank}") for rank in ranks)
         host = self._peers[ranks[0]].host
-        return f"host {host}, ranks {shown(ranks)}, has been silent for {self._host_silence:g} s", told
+        return f"host {host}, ranks {shown(ranks)}, has been silent for {self._host_silence:g} s", reported
 
     def _next_machine(self) -> str:
         return self._machines[(self._machines.index(self._own.machine) + 1) % len(self._machines)]
@@ -255,14 +255,14 @@ class Watchdog:
         if not answers or beat != self._last_beat:  # a store that does not answer says nothing of the host
             self._last_beat, self._heard = beat, now
 
-    def _end_without(self, what: str, told: bool) -> None:
+    def _end_without(self, what: str, reported: bool) -> None:
         """End since a rank is gone. The first to see it speaks, unless the rank itself has."""
         self._begin_to_end()
-        if not told and self._notices.add("deaths") in (1, None):
+        if not reported and self._notices.add("deaths") in (1, None):
             phase, _ = self._phase()
             say(f"hybridflow: {what} (rank {self._own.rank} was in phase {phase}); the other ranks end")
         self._alarm_of_an_end()
-        self._end_as_told()
+        self._end_silently()
 
     def _alarm_of_an_end(self) -> None:
         """All others end too. With this rank torchrun ends here, which may have the store that other hosts look at."""
@@ -270,7 +270,7 @@ class Watchdog:
         if len(self._machines) > 1:
             time.sleep(2 * self._interval)
 
-    def _end_as_told(self) -> None:
+    def _end_silently(self) -> None:
         """Another speaks."""
         self._begin_to_end()
         self._hold()
@@ -316,7 +316,7 @@ class Watchdog:
 
     def _statement(self) -> Statement:
         phase, seconds = self._phase()
-        seen = {rank: told_by_host(condition(peer)) for rank, peer in self._near.items()}
+        seen = {rank: describe_state(condition(peer)) for rank, peer in self._near.items()}
         return Statement(
             rank=self._own.rank,
             who=str(self._own),

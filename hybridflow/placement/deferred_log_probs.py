@@ -23,15 +23,10 @@ def rows_told(config: ExperimentConfig) -> int:
     warmup = algorithm.critic_warmup_iterations if isinstance(algorithm, PPO) else 0
     if not first_step_tells(algorithm, warmup + 1):
         return 0
-    rows = _rows(config)
+    rows = config.batch_size
     return min(algorithm.update.mini_batch_size or rows, rows)
 
 
 def asks_for_log_probs(config: ExperimentConfig) -> bool:
     """Whether the actor makes a forward pass for old log-probs in an iteration after any warm-up."""
-    return config.algorithm.policy.old_log_probs == "trainer" and rows_told(config) < _rows(config)
-
-
-def _rows(config: ExperimentConfig) -> int:
-    """Of an iteration, at most."""
-    return config.data.prompts_per_iteration * max(config.sampling.samples.values)
+    return config.algorithm.policy.old_log_probs == "trainer" and rows_told(config) < config.batch_size

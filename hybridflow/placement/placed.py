@@ -106,26 +106,26 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     """
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
-    reasons.of(check_trackers, config.metrics)
+    reasons.collect(check_trackers, config.metrics)
     all_placed = not reasons.lines
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons)
-        reasons.of(spec.check_length, config.max_sequence_length)
+        reasons.collect(spec.check_length, config.max_sequence_length)
         if "actor" in specs and not reencodes(config, name):
-            reasons.of(spec.check_vocabulary, name, specs["actor"])
+            reasons.collect(spec.check_vocabulary, name, specs["actor"])
     engine = kv_cache = None
     if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
-        reasons.of(_check_alike, specs["actor"], specs["reference"])
+        reasons.collect(_check_alike, specs["actor"], specs["reference"])
     if "actor" in specs:
         _check_engine(config, specs["actor"], reasons)
-        reasons.of(_check_routing, config, specs["actor"])
+        reasons.collect(_check_routing, config, specs["actor"])
         if all_placed:
-            engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
+            engine = reasons.collect(_place_engine, config, specs["actor"], layouts["actor"], world_size)
     has_cuda = uses_cuda(config.platform) if cuda is None else cuda
     if engine is not None:
         block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
-        kv_cache = reasons.of(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+        kv_cache = reasons.collect(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
@@ -145,9 +145,9 @@ def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None =
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons)
-        reasons.of(spec.check_length, config.data.max_length, "data.max_length")
+        reasons.collect(spec.check_length, config.data.max_length, "data.max_length")
         if "actor" in specs:
-            reasons.of(spec.check_vocabulary, name, specs["actor"])
+            reasons.collect(spec.check_vocabulary, name, specs["actor"])
     reasons.refuse()
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
     has_cuda = uses_cuda(config.platform) if cuda is None else cuda
@@ -175,15 +175,15 @@ def left_out(config: RunConfig) -> list[str]:
 def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()
-    read = {path: reasons.of(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
+    read = {path: reasons.collect(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
     return {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
 
 
 def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
-    return PlacedModel(name, config, spec, layout, _head(name))
+    return PlacedModel(name, config, spec, layout, head_of(name))
 
 
-def _head(name: str) -> Head:
+def head_of(name: str) -> Head:
     return "lm" if name in ("actor", "reference") else "score"
 
 
@@ -192,17 +192,17 @@ def _head(name: str) -> Head:
 
 def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
-    reasons.of(_check_head, name, spec)
-    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
-    reasons.of(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
+    reasons.collect(_check_head, name, spec)
+    reasons.collect(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.collect(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
     etp, key = config.expert_tensor_parallel_size, f"{name}.expert_tensor_parallel_size"
     if etp is None:
         shared = " / expert_parallel_size" if config.expert_parallel_size > 1 else ""
         key = f"{name}.tensor_parallel_size{shared}"
     elif not spec.num_experts:
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
-    reasons.of(spec.check_expert_shares, key, config.expert_tp)
-    reasons.of(_check_layers, name, config, spec)
+    reasons.collect(spec.check_expert_shares, key, config.expert_tp)
+    reasons.collect(_check_layers, name, config, spec)
 
 
 def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
@@ -216,7 +216,7 @@ def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
 
 def _check_head(name: str, spec: ModelSpec) -> None:
     """What is trained to score may start from either; what is only read needs its head, and so does the actor."""
-    head = _head(name)
+    head = head_of(name)
     if name not in ("critic", "reward_model") and spec.head != head:
         trained = " with a trained score.weight" if head == "score" else ""
         raise ConfigError(
@@ -249,13 +249,13 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     """Whether the engine can cut the actor's model; with the actor's own size that is said of the actor."""
     if config.rollout.tensor_parallel_size is not None:
         key = "rollout.tensor_parallel_size"
-        reasons.of(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+        reasons.collect(actor.check_parallel, key, config.rollout.tensor_parallel_size)
     tp = config.rollout_tensor_parallel_size
     if config.rollout_expert_parallel:
-        reasons.of(actor.check_experts, "rollout.tensor_parallel_size with rollout.enable_expert_parallel", tp)
+        reasons.collect(actor.check_experts, "rollout.tensor_parallel_size with rollout.enable_expert_parallel", tp)
     else:
-        reasons.of(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
-    reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
+        reasons.collect(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
+    reasons.collect(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
 
 
 def _check_routing(config: ExperimentConfig, actor: ModelSpec) -> None:

@@ -73,7 +73,7 @@ def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
     sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty bucket the number alone.
     """
     known: Mapping[str, Tensor] = vars(batch)
-    of_rows, metrics = torch.tensor(buckets.each(batch.prompt_lengths.tolist())), Metrics()
+    of_rows, metrics = torch.tensor(buckets.for_lengths(batch.prompt_lengths.tolist())), Metrics()
     response_lengths = tokens_in_mask(batch.response_mask, batch.lengths).float()
     for bucket, name in enumerate([*(f"up_to_{end}" for end in buckets.ends), "longer"]):
         rows, area = of_rows == bucket, f"sampling/{name}"
@@ -147,7 +147,7 @@ def training_costs(
     trained_bytes: Mapping[str, int],
     num_steps: Mapping[str, int],
 ) -> Metrics:
-    """As `cost_metrics`, of a run on fixed data. num_steps: of the model that it trains, by its name."""
+    """As `cost_metrics`, of a run on fixed data. num_steps: by name, the steps of the model that the run trains."""
     total = sum(watch.seconds.get(name, 0.0) for name in ("estimate", "update"))
     idle, [trained] = exchange.seconds / total, num_steps
     own = {

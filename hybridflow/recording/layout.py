@@ -28,7 +28,7 @@ def write_layout(
     rollout: RolloutLayout | None,
     kv_cache: Mapping[str, Any] | None = None,
 ) -> None:
-    """A run that goes on in another layout has the latest. kv_cache: its size, for people."""
+    """A run that resumes in another layout keeps the latest one. kv_cache: the cache's size, for people."""
     tree = {
         "world_size": world_size,
         "roles": {name: _tree(layout) for name, layout in roles.items()},
@@ -54,9 +54,9 @@ def read_layout(run_dir: Path) -> RunLayout | None:
         return None
     try:
         tree = parse_json(file.read_bytes(), "")
-        roles = {name: Layout(**its | {"ranks": tuple(its["ranks"])}) for name, its in tree["roles"].items()}
+        roles = {name: Layout(**role | {"ranks": tuple(role["ranks"])}) for name, role in tree["roles"].items()}
         engine = tree["rollout"]
         rollout = engine and RolloutLayout(**engine | {"replicas": tuple(map(tuple, engine["replicas"]))})
         return RunLayout(tree["world_size"], roles, rollout)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise RunDirError(f"{file}: is damaged: {error}") from error

@@ -8,7 +8,7 @@
 The lock lies beside the directory, which moves away where a run starts anew. It names rank 0's process. A process of
 this machine is looked up in /proc: boot, namespace of pids, pid and start time tell it from all others. Of another
 machine nothing is seen from here, so a holder renews the lock's time every few seconds. A lock that stays silent for
-SILENCE_SECONDS is stale. Only the file system's clock is read. A holder that was taken for gone ends at its next check.
+SILENCE_SECONDS is stale. Only the file system's clock is read. A holder that was taken for gone ends at the next check.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,9 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridflow.errors import RunDirError, RunTakenError
-from hybridflow.parallel import torchrun
 from hybridflow.parallel.peer_processes import is_running, this_process
-from hybridflow.recording.starts import typed_command
+from hybridflow.recording.starts import own_command
 
 SIGN_SECONDS = 5.0  # between two signs of the holder
 SILENCE_SECONDS = 60.0
@@ -49,7 +47,7 @@ class Holder:
     @classmethod
     def here(cls) -> "Holder":
         own = this_process(0)
-        command = typed_command(sys.orig_argv, by_command=torchrun.is_by_command(), is_rank=torchrun.is_rank())
+        command = own_command()
         return cls(own.machine, own.pid, own.start_time, socket.gethostname(), time.time(), command)
 
     def is_same_process(self, other: "Holder") -> bool:
@@ -72,7 +70,7 @@ class _Seen:
 
 
 class RunLock:
-    """Of one run directory, for its rank 0. The seconds are other ones in tests alone."""
+    """Of one run directory, for the run's rank 0. Only tests give other seconds."""
 
     def __init__(self, run_dir: Path, *, sign: float = SIGN_SECONDS, silence: float = SILENCE_SECONDS) -> None:
         self.file = run_dir.with_name(f".{run_dir.name}.lock")
@@ -160,7 +158,7 @@ class RunLock:
         return json.dumps(asdict(self._own)).encode() + b"\n"
 
     def _seen(self) -> _Seen | None:
-        """None where there is no lock. Opening a file has a shared file system ask its server."""
+        """None where there is no lock. Opening a file makes a shared file system ask the server."""
         try:
             with self.file.open("rb") as file:
                 text, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -171,7 +169,7 @@ class RunLock:
         return _Seen(None, changed)
 
     def _seen_written(self) -> _Seen | None:
-        """A lock is there a moment before its text."""
+        """A lock file exists a moment before the file has a text."""
         seen = self._seen()
         if seen is None or seen.holder is not None:
             return seen
@@ -179,9 +177,9 @@ class RunLock:
         return self._seen()
 
     def _runs(self, seen: _Seen) -> bool:
-        """Whether the holder is there. That of another machine is waited for: it gives a sign, or is silent."""
-        its = seen.holder
-        known = None if its is None else is_running(its.machine, its.pid, its.start_time)
+        """Whether the holder runs. Waits until a holder on another machine gives a sign, or stays silent."""
+        holder = seen.holder
+        known = None if holder is None else is_running(holder.machine, holder.pid, holder.start_time)
         if known is not None:
             return known
         if self._age(seen) >= self._silence:

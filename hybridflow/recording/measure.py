@@ -31,7 +31,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `seconds[name]`. Phases may nest; each counts its whole block."""
+        """Add the time of the block to `seconds[name]`. Phases may nest; each phase counts the whole block."""
         self._synchronize()
         start = time.perf_counter()
         yield

@@ -1,6 +1,6 @@
 """What a person sees of a run: a live bar on a terminal, elsewhere a line an iteration; on rank 0 alone.
 
-An iteration that was evaluated has its line above the bar, too, where it stays.
+The line of an iteration with an evaluation also appears above the bar, and stays there.
 
     with ProgressDisplay(config.num_iterations) as progress:
         progress.phase("iteration 1: generating")

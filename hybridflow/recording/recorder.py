@@ -23,7 +23,7 @@ from hybridflow.recording.starts import recorded_start
 from hybridflow.recording.trackers import open_trackers
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
-BEFORE = {  # what is told of the evaluation before training
+BEFORE = {  # what is shown of the evaluation before training
     "eval/accuracy": "accuracy {:.3f}",
     "eval/loss": "loss {:.4f}",
     "eval/reward_accuracy": "pairs right {:.3f}",
@@ -32,7 +32,7 @@ BEFORE = {  # what is told of the evaluation before training
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a person wants to know at the end of a run, all of it; `seconds` are those since its last start."""
+    """What a person wants to know at the end of a run; `seconds` count from the last start of the run."""
 
     accuracy_before: float | None
     accuracy_after: float | None
@@ -67,7 +67,7 @@ class RunSummary:
 
 
 class Recorder:
-    """Keeps the history every rank needs for its summary; shows nothing and writes nothing."""
+    """Keeps the history that every rank needs for the summary; shows nothing and writes nothing."""
 
     def __init__(self) -> None:
         self.failure: str | None = None  # the first thing that could not be written

@@ -1,4 +1,4 @@
-"""What a run that goes on keeps of the files it finds: all up to its checkpoint, and nothing after.
+"""What a resumed run keeps of the files in the run directory: all up to the checkpoint, and nothing after.
 
 A run that ends in the middle of an iteration may leave rows of iterations that will be run again, half a line, and
 batches that no longer belong to it. Cut back to what they were after the checkpoint's iteration, the files of a resumed
@@ -109,8 +109,8 @@ def _iteration_of(line: bytes) -> int | None:
 def remove_batches(directory: Path, last: int) -> list[Path]:
     """Remove the dumped batches of iterations after `last`, and what half a write left; which they were.
 
-    Not left to be overwritten: a run that now ends earlier, or dumps no more, would keep batches that its record does
-    not have. A batch that was dumped because a number was not finite stays: it shows why that iteration ended.
+    Later batches are not left to be overwritten: a run that ends earlier would keep batches without a record.
+    A batch that was dumped because a number was not finite stays: it shows why that iteration ended.
     """
     later = [file for file in sorted(directory.glob("iteration_*.safetensors")) if (dumped_iteration(file) or 0) > last]
     _unlink([*later, *directory.glob("*.partial")])

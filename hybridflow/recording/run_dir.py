@@ -39,8 +39,8 @@ def open_run_dir(path: Path, config_yaml: str) -> Path | None:
 
 
 def reopen_run_dir(path: Path, config_yaml: str) -> Path | None:
-    """Put the resolved config of a run that goes on into its directory. A former one that differs stays beside it, as
-    config.yaml.1, .2, ...; under which name, if it did."""
+    """Write the resolved config of a resumed run. A former config that differs stays as config.yaml.1, .2, ...; the
+    result is the path of that former config."""
     path.mkdir(parents=True, exist_ok=True)
     file = path / "config.yaml"
     former = file.read_bytes() if file.exists() else None

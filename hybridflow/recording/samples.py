@@ -44,7 +44,7 @@ def samples_of(
         found.append(
             Sample(
                 kind=kind,
-                prompt=prompts.texts[prompt] or decode(_prompt_ids(batch, row)),  # of a row that brings its own
+                prompt=prompts.texts[prompt] or decode(_prompt_ids(batch, row)),  # for a row that brings the prompt
                 response=decode(ids),
                 score=score,
                 parts={} if score is None else {name: float(part[row]) for name, part in parts.items()},
@@ -96,6 +96,6 @@ def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: 
 
 
 def _short(value: Any) -> Any:
-    """What JSON takes; a long value as the beginning of its text."""
+    """A value for JSON; of a long value the beginning of the text."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return json.loads(text) if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."

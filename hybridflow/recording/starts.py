@@ -8,6 +8,8 @@ A run that resumes adds lines. Without an end the process runs, was killed, or l
 
 import contextlib
 import json
+import os
+import re
 import shlex
 import sys
 import time
@@ -26,6 +28,7 @@ from hybridflow.recording.run_dir import writing
 
 STARTS = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
+TORCHRUN = re.compile(r"(^|/)torchrun$|^torch\.distributed\.run$")
 ANOTHER_RANK = "another rank ended first, see logs/rank_*.log"
 End = Literal["finished", "stopped", "failed", "lost"]
 ENDS: tuple[End, ...] = ("finished", "stopped", "failed", "lost")
@@ -36,7 +39,7 @@ class RunStart:
     """One start of a run. Times are seconds since 1970. `ended` and `how` are None where no end is recorded.
 
     process: of rank 0: (machine, pid, start time), as `hybridflow.parallel.peer_processes` tells processes apart.
-    how: `lost` is written by the next start, for a start that has ended without a line of its own.
+    how: `lost` is written by the next start, for a start that has ended and written no line.
     """
 
     began: float
@@ -92,10 +95,11 @@ def last_sign(run_dir: Path, start: RunStart) -> float:
     return start.began
 
 
-def typed_command(words: Sequence[str], *, by_command: bool, is_rank: bool) -> str:
+def typed_command(words: Sequence[str], *, by_command: bool, is_rank: bool, parent: Sequence[str] = ()) -> str:
     """The command of a process as a person has typed it. words: the process's own, the interpreter first.
 
-    torchrun's own options are not known to its ranks: dots stand for them.
+    parent: words of the process that has started this one: torchrun's, for a rank. Where these are not known, dots
+    stand for torchrun's options.
     """
     words = list(words[1:])
     while words and words[0] in ("-u", "-I", "-P", "-s", "-E", "-B"):
@@ -103,10 +107,20 @@ def typed_command(words: Sequence[str], *, by_command: bool, is_rank: bool) -> s
     if by_command:  # python -m hybridflow.train --fetched CONFIG ...
         return shlex.join(["hybridflow", "train", *(word for word in words[2:] if word != "--fetched")])
     if is_rank:
-        return f"torchrun ... {shlex.join(words)}"
+        place = next((i for i, word in enumerate(parent) if TORCHRUN.search(word)), None)
+        return f"torchrun ... {shlex.join(words)}" if place is None else shlex.join(["torchrun", *parent[place + 1 :]])
     if words and Path(words[0]).name.startswith("hybridflow"):
         return shlex.join([Path(words[0]).name, *words[1:]])
     return shlex.join(["python", *words])
+
+
+def own_command() -> str:
+    """Of this process, as a person has typed it."""
+    parent: list[str] = []
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    by_command, is_rank = torchrun.is_by_command(), torchrun.is_rank()
+    return typed_command(sys.orig_argv, by_command=by_command, is_rank=is_rank, parent=parent)
 
 
 def _began() -> dict[str, Any]:
@@ -114,7 +128,7 @@ def _began() -> dict[str, Any]:
     found = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
     return {
         "began": time.time(),
-        "command": typed_command(sys.orig_argv, by_command=torchrun.is_by_command(), is_rank=torchrun.is_rank()),
+        "command": own_command(),
         "versions": {"hybridflow": __version__, **found},
         "commit": source_commit(),
         "process": [process.machine, process.pid, process.start_time],

@@ -31,7 +31,7 @@ def check_trackers(metrics: MetricsConfig) -> None:
     reasons = Reasons()
     for key, module in MODULES.items():
         if getattr(metrics, key) is not None:
-            reasons.of(_check_installed, key, module)
+            reasons.collect(_check_installed, key, module)
     reasons.refuse()
 
 
@@ -55,7 +55,7 @@ def open_trackers(config: RunConfig, *, goes_on: bool, say: Say) -> "list[WandbR
 
 
 class ServiceState:
-    """Where a run stands at a service: its name there, and the last iteration that was sent. None, -1: nowhere yet."""
+    """Where a run stands at a service: the name there, and the last iteration that was sent. None, -1: nowhere yet."""
 
     def __init__(self, file: Path, *, goes_on: bool) -> None:
         self._file = file
@@ -78,7 +78,7 @@ class ServiceState:
 class WandbRun:
     """A run of Weights & Biases, whose files lie in RUN_DIR/wandb. A process of the package sends in the background.
 
-    Where that process has ended, nothing more is sent, which is told once; training goes on.
+    Where that process has ended, nothing more is sent, which one message reports; training goes on.
     """
 
     def __init__(self, config: RunConfig, wandb: WandbConfig, *, goes_on: bool, say: Say) -> None:
@@ -128,7 +128,7 @@ class WandbRun:
 
 
 class MlflowRun:
-    """A run of MLflow. Rows that the service does not take wait for the next one, and are told once."""
+    """A run of MLflow. Rows that the service does not take wait for the next row; one message reports them."""
 
     def __init__(self, config: RunConfig, mlflow: MlflowConfig, *, goes_on: bool, say: Say) -> None:
         from mlflow.exceptions import MlflowException
@@ -147,7 +147,7 @@ class MlflowRun:
         say(f"MLflow: run {self.name} of {mlflow.experiment} at {mlflow.tracking_uri}")
 
     def _opened(self, config: RunConfig, experiment: str) -> str:
-        """The name at the service of the run that is there, or of a new one with the config as its parameters."""
+        """The service's name of the run that is there, or of a new run with the config as parameters."""
         from mlflow.entities import Param
 
         if self._place.name is not None:

@@ -1,4 +1,4 @@
-"""The numbers of an iteration whose rows have many turns: of its batch, and of what its ranks have counted."""
+"""The numbers of an iteration whose rows have many turns: from the batch, and from the counts of the ranks."""
 
 from collections.abc import Mapping
 

@@ -186,7 +186,7 @@ class _CsvFile:
 
 
 class _TensorBoardFiles:
-    """An event file, written in the calling thread: torch's own writer has a thread, which prints its errors."""
+    """An event file, written in the calling thread: torch's own writer has a thread, which prints errors."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         # imported for those who asked for it

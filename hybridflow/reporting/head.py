@@ -29,7 +29,6 @@ ALGORITHMS = {  # algorithm.name of the config
     "dpo": "DPO",
     "kto": "KTO",
 }
-STATES = {"finished": "finished", "stopped": "stopped", "failed": "failed", "lost": "failed", None: "unknown"}
 EVALUATED = ("eval/accuracy", "eval/reward_accuracy", "eval/loss", "eval/score_mean")
 TRAINED = ("reward/score_mean", "actor/loss", "reward_model/loss")
 MOST_SCORES = 3
@@ -152,8 +151,8 @@ def best_of(curve: Curve, *, lowest: bool) -> tuple[int, float] | None:
 
 
 def _lowest_is_best(config: Mapping[str, str], metric: str) -> bool:
-    told = _value(config, BEST_IS) if metric == _value(config, BEST_METRIC) else None
-    return told == "lowest" if told in ("highest", "lowest") else lower_is_better(metric)
+    best = _value(config, BEST_IS) if metric == _value(config, BEST_METRIC) else None
+    return best == "lowest" if best in ("highest", "lowest") else lower_is_better(metric)
 
 
 def _shown(value: float, unit: str) -> str:

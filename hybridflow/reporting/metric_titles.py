@@ -1,10 +1,10 @@
-"""What each metric is called on a page for people, and its unit. Pure.
+"""What each metric is called on a page for people, and the metric's unit. Pure.
 
     metric_title("rollout/truncated_fraction")       MetricTitle("Responses cut at the length limit", "share")
     metric_title("sampling/up_to_64/score_mean")     MetricTitle("Mean score, prompts of up to 64 tokens", "")
     metric_title("actor/my_report")                  MetricTitle("Actor: my report", "")
 
-A metric that a user's flow or function names has its own words as title, and the unit that its name ends with.
+A metric that a user's flow or function names has the words of the name as title, and the name's last word as unit.
 """
 
 import re

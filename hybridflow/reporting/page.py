@@ -48,7 +48,7 @@ def _digest(text: str) -> str:
 
 
 def embedded(tree: Any) -> str:
-    """JSON that may stand in a script element whatever its strings hold."""
+    """JSON that may stand in a script element whatever the strings hold."""
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # in JSON they stand in strings alone
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -72,7 +72,7 @@ def data(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def is_flat(curves: Sequence[Curve]) -> bool:
     """Whether each curve is one finite value all along. A curve of one point alone says nothing yet."""
     values = [{value for _, value in curve} for curve in curves if curve]
-    return all(len(its) == 1 and math.isfinite(*its) for its in values) and any(len(curve) > 1 for curve in curves)
+    return all(len(each) == 1 and math.isfinite(*each) for each in values) and any(len(curve) > 1 for curve in curves)
 
 
 def _titled(metric: str) -> dict[str, str]:
@@ -111,7 +111,7 @@ def _text(value: float) -> str:
 
 
 def _layout(layout: RunLayout) -> dict[str, Any]:
-    roles = [_role(name, its) for name, its in layout.roles.items()]
+    roles = [_role(name, role) for name, role in layout.roles.items()]
     engine = [_engine(layout.rollout)] if layout.rollout is not None else []
     return {"world": layout.world_size, "roles": [*roles, *engine]}
 

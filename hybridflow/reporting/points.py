@@ -25,10 +25,10 @@ def points(curve: Curve, most: int = MOST) -> dict[str, Any]:
         "per": per,
         "x": [part[0][0] for part in parts],
         "end": [part[-1][0] for part in parts],
-        "y": [_number(_mean(its)) for its in values],
-        "low": [_number(min(its, default=math.nan)) for its in values],
-        "high": [_number(max(its, default=math.nan)) for its in values],
-        "lost": [len(part) - len(its) for part, its in zip(parts, values, strict=True)],
+        "y": [_number(_mean(part)) for part in values],
+        "low": [_number(min(part, default=math.nan)) for part in values],
+        "high": [_number(max(part, default=math.nan)) for part in values],
+        "lost": [len(part) - len(kept) for part, kept in zip(parts, values, strict=True)],
     }
 
 

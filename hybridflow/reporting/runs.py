@@ -1,7 +1,7 @@
 """What a run directory holds, read for a person: every metric, the config, the layout, some of the samples.
 
-A run may be under way: a line that is being written is not looked at. What is damaged is told in `notes`, and what
-comes before it is shown.
+A run may be under way: a line that is being written is not looked at. `notes` report damage, and what
+comes before the damage is shown.
 """
 
 import json
@@ -58,16 +58,16 @@ def read_runs(paths: Sequence[Path], *, sampled_iterations: int) -> list[RunReco
 def _labels(paths: Sequence[Path]) -> list[str]:
     """Names of the directories; of those that are named alike as much of the path as tells them apart."""
     parts = [path.resolve().parts for path in paths]
-    for i, its in enumerate(parts):
-        if its in parts[:i]:
+    for i, names in enumerate(parts):
+        if names in parts[:i]:
             raise RunDirError(f"{paths[i]}: is given twice")
 
-    def label(its: tuple[str, ...]) -> str:
-        ends = ("/".join(its[-length:]) for length in range(1, len(its) + 1))
+    def label(names: tuple[str, ...]) -> str:
+        ends = ("/".join(names[-length:]) for length in range(1, len(names) + 1))
         alone = (end for end in ends if sum("/".join(other).endswith(f"/{end}") for other in parts) == 1)
-        return next(alone, str(Path(*its)))
+        return next(alone, str(Path(*names)))
 
-    return [label(its) for its in parts]
+    return [label(names) for names in parts]
 
 
 def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:

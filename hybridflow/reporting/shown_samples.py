@@ -21,7 +21,7 @@ ANSWERS = (  # columns that hold the right answer, by the names that data sets g
 def shown_samples(samples: Samples, config: Mapping[str, str]) -> dict[str, Any]:
     """config: by dotted key, values as JSON; an `answer` among a function's arguments names the column."""
     answers = (*answer_columns(config), *ANSWERS)
-    return {"of": samples.of, "iterations": [_iteration(*its, answers) for its in samples.by_iteration.items()]}
+    return {"of": samples.of, "iterations": [_iteration(*each, answers) for each in samples.by_iteration.items()]}
 
 
 def _iteration(iteration: int, rows: Sequence[Sample], answers: Sequence[str]) -> dict[str, Any]:

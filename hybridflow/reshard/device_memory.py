@@ -5,16 +5,16 @@
     cuMemUnmap                                          and gone
     cuMemAddressFree                                    when nobody can ask for it any more
 
-Why not vLLM's allocator, which does the same for its sleep mode (vllm.device_allocator.cumem, 0.32.0): it is one object
-a process, and its sleep() unmaps all that it knows, whichever tag; the engine sleeps *before* its weights go back to
-the trainer. Its extension maps, but reserves only through that object; it tells a lack of memory from other errors by
-text alone, after which torch's cache has to be emptied; and `reshard` knows nothing of vLLM. Its authors note that the
+Why not vLLM's allocator, which does the same for sleep mode (vllm.device_allocator.cumem, 0.32.0): vLLM's is one object
+a process, and sleep() unmaps all that vLLM allocated, whichever tag; the engine sleeps *before* the weights go to
+the trainer. The extension maps, but reserves only through that object; a lack of memory differs from other errors by
+text alone, after which torch's cache has to be emptied; and `reshard` knows nothing of vLLM. vLLM notes that the
 driver by ctypes failed for them, by a context; the calls that make and map memory name a device and ask for no context
-(by their documentation), torch loads its own kernels in this way (torch.cuda._utils), and a page is tried first.
+(by the documentation), torch loads kernels in this way (torch.cuda._utils), and a page is tried first.
 
-- Ranks: memory is accessible to its own device. NCCL copies through buffers of its own from and to memory that was not
+- Ranks: memory is accessible to the rank's device. NCCL copies through NCCL's buffers from and to memory that was not
   registered with it, and weights are not; graphs capture collectives of activations alone.
-- expandable_segments of torch's allocator do not matter: this memory is not torch's, and in none of its statistics.
+- expandable_segments of torch's allocator do not matter: this memory is not torch's, and in none of torch's statistics.
 - Pages are of 2 MiB, of which a bucket takes whole ones.
 """
 

@@ -1,7 +1,7 @@
 """Carry out a reshard plan on the actor's live weights, and undo it: bitwise the same before and after.
 
 There is one copy of the weights. Where the engine's shard is the trainer's memory, as it stands or permuted in place,
-nothing else is needed. Where it is more than that, the engine has memory of its own: bucket by bucket it is allocated
+nothing else is needed. Where the engine's shard is more, the engine has own memory: bucket by bucket it is allocated
 and filled, from this rank and from others, and a training storage that is wholly contained in it is released at once.
 On the way back training storages are filled from the engine's memory, without communication, and that is released.
 """
@@ -19,7 +19,7 @@ from hybridflow.architecture.tied_head import EMBEDDING
 from hybridflow.architecture.weights import LM_HEAD, Weight
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.transport import Parts, Reads, Traffic
+from hybridflow.cpu.transport import Reads, Traffic
 from hybridflow.models.memory import storages
 from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
@@ -82,7 +82,7 @@ class WeightReshard:
             self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, traffic, moved)
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         )
-        self._steps = [step for step in steps if step.memory.operations or step.receives or step.sends]
+        self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
         self._reads = Reads([step.traffic for step in self._steps], group) if reads and device.type == "cpu" else None
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
@@ -126,7 +126,7 @@ class WeightReshard:
             for parcel in parcels_of(message.pieces)
         ]
         memory.release()
-        return _Step([weight.megatron for weight in bucket], memory, receives, contents, sends)
+        return _Step([weight.megatron for weight in bucket], memory, Traffic(receives, contents, sends))
 
     def _dtype_of(self, weight: Weight) -> torch.dtype:
         """Alike in a bucket."""
@@ -144,12 +144,11 @@ class WeightReshard:
 
     def _fill_engine(self) -> ReshardCost:
         cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
-        if self._reads is not None:
-            self._reads.begin()
+        exchange = self._exchange if self._reads is None else self._reads.begin(self._exchange)
         for step in self._steps:
             self._changed(step.memory.allocate())
             copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)], self._mover)
-            received, sent = self._exchange(step)
+            received, sent = exchange(step.traffic)
             for move in [move for move in pending if pending[move] & set(step.names)]:
                 pending[move] -= set(step.names)
                 if not pending[move]:
@@ -200,20 +199,9 @@ class WeightReshard:
 
     # ------------------------------------------------------------------------------------------ between ranks
 
-    def _exchange(self, step: "_Step") -> tuple[int, int]:
+    def _exchange(self, traffic: Traffic) -> tuple[int, int]:
         """Send and receive what is due in a bucket; bytes received, bytes sent."""
-        if self._reads is None:
-            return self._exchange_messages(step.receives, step.contents, step.sends)
-        sends = [(peer, i) for peer, i in step.sends if peer not in self._reads.readers]
-        receives = [(peer, parts) for peer, parts in step.receives if peer not in self._reads.sources]
-        messages = self._exchange_messages(receives, step.contents, sends)
-        read = self._reads.read(step.traffic)
-        return messages[0] + read[0], messages[1] + read[1]
-
-    def _exchange_messages(
-        self, receives: list[Parts], contents: list[list[Tensor]], sends: list[tuple[int, int]]
-    ) -> tuple[int, int]:
-        """receives: (peer, where it goes). sends: (peer, which of `contents`). Bytes received, bytes sent."""
+        receives, contents, sends = traffic
         if not receives and not sends:
             return 0, 0
         outgoing = {i: _contiguous(contents[i], self._mover) for i in dict.fromkeys(i for _, i in sends)}
@@ -236,7 +224,7 @@ class WeightReshard:
         return received, sent
 
     def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
-        """(contents, (peer, index of its content)): what several peers get is held once."""
+        """(contents, (peer, index of the peer's content)): a content for several peers is held once."""
         known: dict[Content, int] = {}
         contents: list[list[Tensor]] = []
         sends = []
@@ -273,13 +261,7 @@ class _Step:
 
     names: list[str]
     memory: OwnMemory
-    receives: list[Parts]  # (peer, where it goes)
-    contents: list[list[Tensor]]  # what is sent
-    sends: list[tuple[int, int]]  # (peer, which content)
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(self.receives, [(peer, self.contents[i]) for peer, i in self.sends])
+    traffic: Traffic
 
 
 def _target(x: Tensor, piece: Piece) -> Tensor:
@@ -310,5 +292,5 @@ def _contiguous_target(parts: list[Tensor]) -> Tensor:
 
 
 def _packed(buffer: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """The parts in a buffer, each in its shape."""
+    """The parts in a buffer, each in the part's shape."""
     return [flat.view(part.shape) for flat, part in zip(buffer.split([x.numel() for x in parts]), parts, strict=True)]

@@ -2,7 +2,7 @@
 
 Generation groups lie over the training ranks without redundancy (HybridFlow, section 5). Where the rollout needs less
 tensor parallelism than training has, a group takes ranks at intervals of tp / rollout_tp: each rank's training shard
-then lies inside its engine shard, and the ranks in between serve further replicas. Pipeline stages alike. Where it
+then lies inside the engine shard, and the ranks in between serve further replicas. Pipeline stages alike. Where it
 needs more, the missing factor comes from data parallelism, and what is still missing from ranks at the intervals of
 the other axis.
 

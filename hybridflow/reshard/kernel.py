@@ -3,7 +3,7 @@
 permute_blocks: block i becomes the former block order[i]; blocks that stay are not touched. On CUDA one Triton kernel
 without scratch: a program owns one fibre (the same few elements of every block), loads it of up to LANES blocks and
 stores it permuted. No two programs touch the same element. More blocks than that are permuted in rounds of LANES, each
-a permutation of its own (see `rounds`): what a program holds in registers does not grow with the blocks.
+a separate permutation (see `rounds`): what a program holds in registers does not grow with the blocks.
 
 copy_pieces: many small strided copies. On CUDA one Triton kernel for all of them, that reads addresses and strides from
 a table: a program owns one tile of one copy.
@@ -102,8 +102,8 @@ def _round_table(order: Order, device: torch.device) -> Tensor:
     moves = rounds(order)
     lanes = 1 << (max(map(len, moves), default=1) - 1).bit_length()
     table = torch.full((len(moves), 2, lanes), -1, dtype=torch.int32)
-    for row, its in zip(table, moves, strict=True):
-        row[:, : len(its)] = torch.tensor(its, dtype=torch.int32).t()
+    for row, round_moves in zip(table, moves, strict=True):
+        row[:, : len(round_moves)] = torch.tensor(round_moves, dtype=torch.int32).t()
     return table.to(device)
 
 
@@ -233,7 +233,7 @@ if triton is not None:
             source = tl.load(table + LANES + lane).to(tl.int64)
             mask = (source >= 0)[:, None] & (element < block_elements)[None, :]
             fibre = tl.load(data + (source * block_elements)[:, None] + element[None, :], mask=mask)
-            # without this a thread could store over what another has yet to load: the PTX has no barrier of its own
+            # without this a thread could store over what another has yet to load: the PTX has no barrier
             tl.debug_barrier()
             tl.store(data + (destination * block_elements)[:, None] + element[None, :], fibre, mask=mask)
             tl.debug_barrier()  # nor before the next round, which may load what another thread stores in this one

@@ -35,7 +35,7 @@ class Resized:
 class OwnMemory:
     """The engine's own memory of one bucket: in one piece, there only while the engine has the weights.
 
-    It is there at first, for views of it to be taken. space: where its addresses are reserved, so that they stay.
+    The memory exists at first, for callers to take views. space: reserves the addresses, so that they stay.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ def _memory(num_bytes: int, device: torch.device, space: AddressSpace | None) ->
 
 
 class Move:
-    """A training storage that is released while the engine holds all of it in memory of its own."""
+    """A training storage that is released while the engine's own memory holds all of the storage."""
 
     def __init__(self, weights: list[Tensor], operations: list[Operation]) -> None:
         self.operations = operations
@@ -108,7 +108,7 @@ def moves(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) ->
 
 
 def _gaps(weights: list[Tensor]) -> list[Tensor]:
-    """The bytes of a storage that belong to none of its weights, each of which is contiguous."""
+    """The bytes of a storage that belong to none of the weights, each of which is contiguous."""
     storage = weights[0].untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     starts = [x.storage_offset() * x.element_size() for x in weights]

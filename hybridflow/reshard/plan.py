@@ -1,12 +1,12 @@
 """The reshard plan: how the actor's training shards become the engine's. Pure: no tensors, no torch.distributed.
 
     alias     the engine's shard lies in the training shard as it stands: the engine's parameter is the trainer's memory
-    permute   all its elements are on the rank, in another row order: one read and one write in place, undone the same
+    permute   all elements are on the rank, in another row order: one read and one write in place, undone the same
               way before training goes on
     gather    other ranks hold some: exactly those are received, in buckets; the rest is copied from the own shard
 
-A rank of the training layout receives from its own data-parallel replica, so each replica serves itself; of experts
-from the replicas that share its copy of them. Ranks that only generate are dealt out over the replicas. What a rank
+A rank of the training layout receives from the rank's data-parallel replica, so each replica serves itself; of experts
+from the replicas that share an expert copy. Ranks that only generate are dealt out over the replicas. What a rank
 does depends on few coordinates and many layers are alike: sums over all ranks and weights are counted by kind of weight
 and by standing, never one by one.
 """
@@ -55,7 +55,7 @@ class Operation:
     order: tuple[int, ...]  # permute: rows as len(order) equal blocks; block i is then the former block order[i]
     view: View | None  # alias, permute: where the engine's shard lies in the (permuted) training shard
     pieces: Sources  # every element of the engine's shard once
-    contains_training_shard: bool  # the rank trains this weight, and its engine shard has all of that; else False
+    contains_training_shard: bool  # the rank trains this weight, and the engine shard has all of the training shard
 
 
 class Outline(NamedTuple):
@@ -87,7 +87,7 @@ class BucketTraffic(NamedTuple):
 class _Standing(NamedTuple):
     """All that a rank's counts depend on."""
 
-    engine: tuple[int, int] | None  # its pp, tp
+    engine: tuple[int, int] | None  # pp, tp
     origin: TrainingCoordinates  # dp: among the replicas that share a copy of the experts
     trains: bool
 
@@ -267,7 +267,7 @@ class ReshardPlan:
             first = self.origin(receiver).dp - standing.origin.dp  # of the replicas that share a copy of the experts
             for source, elements in sources.items():
                 sent[self.train.rank_at(source._replace(dp=first + source.dp))] += elements
-            if receiver in self.train:  # its own pieces
+            if receiver in self.train:  # the receiver's own pieces
                 sent[receiver] -= sources.get(standing.origin, 0)
         return sent
 
@@ -279,7 +279,7 @@ class ReshardPlan:
 
     @cached_property
     def _origins(self) -> dict[int, TrainingCoordinates]:
-        """Where in training each rank receives from first: its own coordinates, or some it is dealt."""
+        """Where in training each rank receives from first: the rank's own coordinates, or dealt ones."""
         dealt = {rank: _dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
         return dealt | {rank: self.train.coordinates(rank) for rank in self.train.ranks}
 
@@ -292,7 +292,7 @@ class ReshardPlan:
         return found
 
     def origin(self, rank: int) -> TrainingCoordinates:
-        """Where in training `rank` receives from first: its own coordinates, or those it is dealt."""
+        """Where in training `rank` receives from first: the rank's own coordinates, or dealt ones."""
         return self._origins[rank]
 
     def _trains(self, rank: int, kind: Kind) -> bool:
@@ -363,7 +363,7 @@ def plan_reshard(
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
     bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
-    shards of any; a larger weight is a bucket of its own. dtype: of the model.
+    shards of any; a larger weight has a bucket to itself. dtype: of the model.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """

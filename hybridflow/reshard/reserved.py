@@ -6,9 +6,7 @@ graphs. So a range of addresses is reserved once, and memory is mapped into it f
 of a GPU is in `device_memory`). A training storage that is released meanwhile is another matter: megatron holds it by
 torch's storage, and no tensor of the engine lies in it (`WeightReshard`).
 
-On a CPU nothing keeps addresses, and memory stays with torch (`memory.Resized`). Reserved there, by mmap, it has to be
-taken page by page at each hand-off, where the C library hands out what training has just released: four buckets of
-24 MiB were copied in 60 ms instead of 7, with large pages in 10.
+Without graphs nothing keeps addresses, and memory stays with torch (`memory.Resized`).
 """
 
 import weakref
@@ -34,7 +32,7 @@ class AddressSpace(Protocol):
         """Memory at a reserved address, of any content. Errors: torch.OutOfMemoryError, and nothing is mapped."""
 
     def unmap(self, address: int, size: int) -> None:
-        """The memory goes back to the device, once that has done all that it was asked to; its content is lost."""
+        """The memory goes back to the device after the device's queued work; the content is lost."""
 
     def free(self, address: int, size: int) -> None:
         """Give up the addresses. Nothing is mapped there."""

@@ -1,7 +1,7 @@
 """Shards of a matrix as rows and columns of the whole, and the rectangles that two of them share. Pure.
 
 The order of rows is megatron's. An engine's tensor-parallel rank holds the same as a training rank would
-(`architecture.shards`), except QKV: [its q heads; its k heads; its v heads]. Where there are fewer key/value heads than
+(`architecture.shards`), except QKV: [the rank's q heads; k heads; v heads]. Where there are fewer key/value heads than
 ranks, megatron cuts inside a group and the engine repeats heads.
 """
 
@@ -57,7 +57,7 @@ class Arrangement:
 
 @cached
 def engine_shard(matrix: Matrix, place: Place) -> Shard:
-    """What the engine's rank at `place` needs, in its order."""
+    """What the engine's rank at `place` needs, in the engine's order."""
     if matrix.split is not Split.QKV:
         return training_shard(matrix._replace(split=matrix.engine_split or matrix.split), place)
     tp, tp_rank = place.tp, place.tp_rank

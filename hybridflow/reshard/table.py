@@ -13,7 +13,7 @@ from hybridflow.reshard.slices import engine_shard
 
 
 class Kind(NamedTuple):
-    """All that matters of a weight but its name."""
+    """All that matters of a weight but the name."""
 
     matrix: Matrix
     is_vector: bool
@@ -53,7 +53,7 @@ def fill_buckets(
 ) -> tuple[tuple[PlannedWeight, ...], ...]:
     """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
 
-    Megatron lays its buffers out from the last weight to the first: they complete in this order. What a stage may
+    Megatron lays buffers out from the last weight to the first: they complete in this order. What a stage may
     send of a bucket is bounded as what a rank receives.
     """
     stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(train.pp)]

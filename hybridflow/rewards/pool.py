@@ -53,12 +53,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an affine function: a value, or why there is none. printed: by the function."""
+    """Of an affine function: a value, or why there is none. printed: by the function. lost: the process has ended."""
 
     value: Any
     problem: str
     seconds: float
     printed: str
+    lost: bool = False
 
 
 class Pool:
@@ -180,7 +181,7 @@ class Pool:
         if "value" in told:
             return Answer(told["value"], "", told["seconds"], told["printed"])
         problem = told.get("error") or told.get("ended") or f"took longer than {limit:g} s"
-        return Answer(None, problem, told["seconds"], told["printed"])
+        return Answer(None, problem, told["seconds"], told["printed"], lost="ended" in told)
 
     def _lost(self) -> RewardError:
         return RewardError(f"the process {self.supervisor}, which calls the functions of this rank, has been killed")

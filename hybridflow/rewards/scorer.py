@@ -161,9 +161,10 @@ class Scorer:
         if config.truncation_penalty:
             scores = penalize_truncated(scores, rollout.truncated, penalty=config.truncation_penalty)
         if config.overlong is not None:
+            limits = self._limits.for_lengths(rollout.prompt_lengths.tolist())
             scores = scores - overlong_penalties(
                 _longest(rollout),
-                max_response_length=torch.tensor(self._limits.each(rollout.prompt_lengths.tolist()), dtype=torch.int64),
+                max_response_length=torch.tensor(limits, dtype=torch.int64),
                 buffer=config.overlong.buffer,
                 factor=config.overlong.factor,
             )

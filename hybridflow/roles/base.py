@@ -1,4 +1,4 @@
-"""What every role shares: its rows of a batch, its micro-batches, and what this rank contributes to the results."""
+"""What every role shares: the role's rows of a batch, the micro-batches, and this rank's part of the results."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ from hybridflow.roles.objectives import MeanOver
 from hybridflow.roles.precomputed_scores import PrecomputedScores
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
-Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in its (T,) or (N,) tensors
+Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in the batch's (T,) or (N,) tensors
 PerOutputLoss = Callable[[Output, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
 
 
@@ -88,8 +88,8 @@ class Role:
         self._alone = False
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within the block this replica computes all rows of a batch, and others need not. Its time is the caller's."""
+    def computing_all_rows(self) -> Iterator[None]:
+        """Within the block this replica computes all rows of a batch, and others need not. The caller measures."""
         watch, self._watch, self._alone = self._watch, Stopwatch(), True
         try:
             yield
@@ -171,7 +171,7 @@ class Role:
     ) -> PartialTensor:
         """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
         if not self.grid.inside:
-            return PartialTensor.nothing(size)
+            return PartialTensor.empty(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
         read = _read_by(make, batch)
         if ahead is None:
@@ -179,17 +179,17 @@ class Role:
             experts = self._engines_experts(read, rows)
             micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, experts=experts)
         else:
-            left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.left(self.grid.dp_rank)]
+            left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.rows_left(self.grid.dp_rank)]
             micro_batches = self._micro_batches(read, [batch.branches_of(rows).tolist() for rows in left], make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []
         if self.grid.contributes and micro_batches:
             where, values = [mb.where for mb in micro_batches], [result["out"] for result in results]
         if ahead is not None:
-            where += [places(batch, its)[known.where] for its, known in ahead.own_results()]
+            where += [places(batch, rows)[known.where] for rows, known in ahead.own_results()]
             values += [known.values for _, known in ahead.own_results()]
         if not where:
-            return PartialTensor.nothing(size)
+            return PartialTensor.empty(size)
         return PartialTensor(size, torch.cat(where), torch.cat(values))
 
 
@@ -208,7 +208,7 @@ def _sequence_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Reports an optimizer step that was taken. The sums of `values` over all ranks of the world are its results."""
+    """Reports an optimizer step that was taken. The sums of `values` over all ranks are the step's results."""
 
     names: tuple[str, ...]
     values: Tensor  # (names,) float64
@@ -216,7 +216,7 @@ class StepReport:
 
 
 class TrainedRole(Role):
-    """A role with an optimizer; `trained` is None on a rank outside its grid.
+    """A role with an optimizer; `trained` is None on a rank outside the role's grid.
 
     steps: those since `begin_iteration`. Once a gradient was not finite no more steps are taken in that iteration.
     takes_steps: without it nothing is trained, whatever a flow asks for.
@@ -241,7 +241,7 @@ class TrainedRole(Role):
             self.chunks = self.training_model.chunks
 
     def _before_step(self) -> None:
-        """Each step calls it, before its first forward pass."""
+        """Each step calls this method before the first forward pass."""
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
@@ -274,7 +274,7 @@ class TrainedRole(Role):
         *,
         make: MakeMicroBatches = prediction_micro_batches,
     ) -> Tensor:
-        """Add the gradient of the mean of `per_output` over the mini-batch, wherever its outputs are computed.
+        """Add the gradient of the mean of `per_output` over the mini-batch, wherever the outputs are computed.
 
         make: says whether there is an output a response token or, `_of_sequences`, one a sequence; the weights
         of `mean` are then (T,) or (N,).
@@ -300,9 +300,9 @@ class TrainedRole(Role):
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
-        told = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
+        sums = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
         divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
-        return torch.stack(told).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
+        return torch.stack(sums).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
 
     def _step(
         self,
@@ -318,16 +318,16 @@ class TrainedRole(Role):
             return StepReport((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
         self.ahead = None  # that was of other weights
         self._before_step()
-        told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
+        values, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)
         if self.training_model is not None and not halted:
             self.training_model.zero_gradients()
-            told[:-1] = self._accumulate(batch, per_output, mean, names, make=make)
+            values[:-1] = self._accumulate(batch, per_output, mean, names, make=make)
             norm = self.training_model.step(self.lr)
             if self.grid.contributes and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
-                told[-1] = torch.tensor(norm, dtype=torch.float32)
+                values[-1] = torch.tensor(norm, dtype=torch.float32)
             row = None if math.isfinite(norm) else self._first_bad_row(batch, make)
-        self.steps.append(StepReport(("loss", *names, "grad_norm"), told, row))
+        self.steps.append(StepReport(("loss", *names, "grad_norm"), values, row))
         return self.steps[-1]
 
     def _first_bad_row(self, batch: RolloutBatch, make: MakeMicroBatches) -> int:

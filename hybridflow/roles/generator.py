@@ -66,16 +66,16 @@ class EnvironmentRows(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentTurns:
-    """leads: this rank is the first of its engine replica, and so the one that asks."""
+    """leads: this rank is the first of an engine replica, and therefore asks for the turns."""
 
     environments: EnvironmentRows
     agreement: LeaderBroadcast
     leads: bool
 
-    def for_rows(
+    def begin(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> TurnTaking:
-        """For the next rollout."""
+        """Open the turns of the next rollout."""
         answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
         return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
@@ -130,7 +130,7 @@ class Generator:
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
-        with self.resharded():  # the engine takes the memory that it finds as its own
+        with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
@@ -199,7 +199,7 @@ class Generator:
                 self.costs.append(self.reshard.to_trainer())
 
     def give_back(self) -> None:
-        """This rank has nothing more to generate within the block: its cache is released, the trainer has its weights.
+        """This rank has nothing more to generate within the block: the cache is released, the trainer has the weights.
 
         Local: other replicas still work. What a rank holds from now on is at most what it holds while models train.
         """
@@ -209,7 +209,7 @@ class Generator:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Within the block the engine has its KV cache, empty at first. Its weights must be in place."""
+        """Within the block the engine has its KV cache, empty at first. The engine's weights must be in place."""
         if self.engine is None:
             yield
             return
@@ -261,13 +261,13 @@ class Generator:
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
         config, again = self._placed.config, (generation,) if generation else ()
-        counts = torch.tensor(samples_per_prompt.each(prompts.lengths.tolist()), dtype=torch.int64)
+        counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         seed = (config.seed, iteration, *again)
         request = RolloutRequest(prompts, counts, config.sampling, seed=seed, first_prompt=first_prompt)
         turns = None
         if self.turns is not None:
             names = (config.seed, iteration, generation, first_prompt)
-            turns = self.turns.for_rows(prompts, counts, config.sampling.limits, names)
+            turns = self.turns.begin(prompts, counts, config.sampling.limits, names)
         asked, own, rank = request.prompts_of_replicas(len(self.layout.replicas)), RowResponses(), self._platform.rank
         if self.engine is not None:
             own = replica_responses(

@@ -78,13 +78,13 @@ class ValueObjective:
 
 
 def negative_log_likelihood() -> PolicyObjective:
-    """-log pi of every response token, and its mean over all of them: supervised fine-tuning."""
+    """-log pi of every response token, and the mean over all response tokens: supervised fine-tuning."""
     return PolicyObjective(lambda log_probs, entropy, tokens: (-log_probs, {}))
 
 
 @dataclass(frozen=True)
 class KLTerm:
-    """The KL to the reference in a run: where it enters, and its coefficient now."""
+    """The KL to the reference in a run: where the KL enters, and the coefficient now."""
 
     config: KL
     coef: float
@@ -179,7 +179,7 @@ def _over_ended(mean: MeanOver) -> MeanOver:
 
 
 def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """What each token's loss is multiplied with, (r,), and whether its weight was out of bounds, (r,) bool."""
+    """What each token's loss is multiplied with, (r,), and whether the weight was out of bounds, (r,) bool."""
     trainer, engine, (low, high) = tokens.log_probs, tokens.rollout_log_probs, config.bounds
     match config.kind:
         case "token":
@@ -196,7 +196,7 @@ def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tens
 
 
 def _policy_term(config: PolicyLoss, log_probs: Tensor, tokens: Tokens) -> tuple[Tensor, Reports]:
-    """The loss of the config's kind, and what there is to know of its ratios."""
+    """The loss of the config's kind, and reports of the ratios."""
     old, advantages = tokens.log_probs, tokens.advantages
     low, high = config.clip_range, config.clip_range_high or config.clip_range
     known: dict[str, Tensor] = {"approx_kl": approx_kl(log_probs, old)}

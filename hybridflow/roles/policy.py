@@ -38,8 +38,8 @@ class Reference(Role):
         with self._watch.phase("reference"):
             return self._token_results(batch, _log_probs(self, batch))
 
-    def become(self, actor: "Actor") -> None:
-        """Take the actor's weights as they are now. Both lie alike, so that each rank copies its own."""
+    def copy_weights(self, actor: "Actor") -> None:
+        """Take the actor's weights as they are now. Both lie alike: each rank copies the weights on that rank."""
         weights, self.ahead = actor.weights(), None
         for weight, parameter in named_weights(self.chunks, self.spec, head="lm"):
             parameter.data.copy_(weights[weight.megatron][1])
@@ -149,12 +149,12 @@ def _log_probs(role: Reference | Actor, batch: RolloutBatch) -> Readout:
 
 
 def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Callable[[MicroBatch], Temperature]:
-    """What the logits of a micro-batch of `batch` were divided by when its rows were sampled."""
+    """What the logits of a micro-batch of `batch` were divided by when the rows were sampled."""
     if not isinstance(temperature, LengthBuckets):
         return lambda micro_batch: temperature
     if not temperature.varies:
         return lambda micro_batch: temperature.values[0]
-    of_rows = torch.tensor(temperature.each(batch.prompt_lengths.tolist()), dtype=torch.float32)
+    of_rows = torch.tensor(temperature.for_lengths(batch.prompt_lengths.tolist()), dtype=torch.float32)
     of_tokens = of_rows.repeat_interleave(batch.lengths)  # (T,)
     return lambda micro_batch: to_device_async(of_tokens[micro_batch.where], micro_batch.targets.device)
 

@@ -1,12 +1,12 @@
 """Scores of a part of a rollout, computed before the rest was generated, in units of rows that a model runs together.
 
-In its last bits a matrix product's result for a row may depend on the rows beside it. So what is run together is fixed
+The last bits of a matrix product's row may depend on the rows beside. So what is run together is fixed
 before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
 
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
     role.ahead = PrecomputedScores(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
-    role.ahead.deal_out_remaining(rollout, owners, dp, tokens)  # the rollout is whole
+    role.ahead.assign_rest(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
     role.log_probs(rollout)                         # runs this replica's share of it
 """
 
@@ -57,7 +57,7 @@ def cut_in_units(
 ) -> ScoringUnits:
     """Each replica's prompts in `per_replica` units of nearly equal cost, or one a prompt where there are fewer.
 
-    samples, costs: of each prompt, its number of rows and what it is expected to cost. The rows of a prompt, which a
+    samples, costs: of each prompt, the number of rows and the expected cost. The rows of a prompt, which a
     model runs once for all of them, stay together unless that leaves `num_shares` data-parallel replicas unlike work.
     """
     first = [0, *accumulate(samples)]
@@ -91,7 +91,7 @@ def _cut(start: int, end: int, num_pieces: int) -> list[range]:
 class PrecomputedScores:
     """Scores that a model computed of a rollout before it was whole, and who computes the rest.
 
-    known: by unit, as far as this rank contributes it, with its places within the unit.
+    known: by unit, as far as this rank contributes the scores, with the places within the unit.
     """
 
     def __init__(self, units: ScoringUnits) -> None:
@@ -104,7 +104,7 @@ class PrecomputedScores:
         """Store the scores of a unit on this rank, which contributes them to the whole."""
         self.known[unit] = contribution
 
-    def deal_out_remaining(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
+    def assign_rest(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
         """Decide who computes the units that nobody has computed: the rollout is whole.
 
         owners: by unit the data-parallel rank that has computed it, or NOBODY; tokens: by unit, see `tokens_of_units`.
@@ -125,7 +125,7 @@ class PrecomputedScores:
         """(rows of the unit, scores) of each unit that this rank has kept."""
         return [(torch.tensor(self.units.rows[unit], dtype=torch.int64), kept) for unit, kept in self.known.items()]
 
-    def left(self, dp_rank: int) -> list[list[int]]:
+    def rows_left(self, dp_rank: int) -> list[list[int]]:
         """The rows of each unit that this replica has still to run."""
         return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
 

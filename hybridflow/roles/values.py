@@ -47,7 +47,7 @@ def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerOutputLoss:
 
 
 class RewardModel(Role):
-    """A `*ForSequenceClassification` with one label, read at the last token but its pad token. Never trained."""
+    """A `*ForSequenceClassification` with one label, read at the last token that is no pad token. Never trained."""
 
     def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
         assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
@@ -63,7 +63,7 @@ class RewardModel(Role):
 
 
 class TrainedRewardModel(TrainedRole):
-    """A model with a score that is trained; read as `RewardModel`. A head that its directory lacks is drawn anew."""
+    """A model with a score that is trained; read as `RewardModel`. A head that the directory lacks is drawn anew."""
 
     def __init__(self, placed: PlacedModel, *, world: RunContext, head_seed: int) -> None:
         super().__init__(placed, world=world, bucket_bytes=None, head_seed=head_seed)
@@ -96,7 +96,7 @@ def _sum_of_sequences(batch: RolloutBatch) -> LossMean:
 
 
 def _check_head(placed: PlacedModel) -> None:
-    """Without its head's weight it would score everything 0; a critic may start so."""
+    """Without the head's weight the model would score everything 0; a critic may start so."""
     name = VALUE_HEAD.hf[0]
     if name not in open_checkpoint(placed.spec.path, placed.spec):
         raise CheckpointError(f"{placed.name}.model = {placed.spec.path} has no {name}: it would score everything 0")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
@@ -92,7 +93,7 @@ class RolloutEngine:
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform = platform
         self._needs_text = bool(sampling.stop or sampling.bad_words)
-        self._sleeps = config.sleep_level == 1
+        self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
         place = layout.coordinates(platform.rank)
         with preserved_random_state():
             self._llm = vllm.LLM(
@@ -154,7 +155,8 @@ class RolloutEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of earlier weights; must follow every reshard and every wake_up."""
-        assert self._llm.reset_prefix_cache(), "the prefix cache cannot be reset while requests run"
+        was_reset = self._llm.reset_prefix_cache()
+        assert was_reset, "the prefix cache cannot be reset while requests run"
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's parameters by its own names."""
@@ -203,6 +205,11 @@ class RolloutEngine:
 
     # ---- one step after the other
 
+    @property
+    def most_rows(self) -> int:
+        """Requests that a step computes at most; others wait."""
+        return self._most_rows
+
     def add(self, name: str, request: Request, params: "SamplingParams", *, max_tokens: int | None) -> str:
         """A request from the next step on; its name within vLLM. max_tokens: that it may have, where it is fewer."""
         own = params.clone()
@@ -248,7 +255,8 @@ def _check_stage(runner: Any, stages: Stages, pp: int) -> None:
     """The groups and the partition that vLLM found must be those of this engine, not of a layout joined since."""
     numbers = (re.search(r"\.layers\.(\d+)\.", name) for name, _ in runner.model.named_parameters())
     layers = tuple(sorted({int(number[1]) for number in numbers if number}))
-    assert layers == tuple(stages[pp]), f"stage {pp} of the engine has layers {layers}, the layout says {stages[pp]}"
+    if layers != tuple(stages[pp]):
+        raise EnvironmentProblem(f"vLLM's stage {pp} has the layers {layers}, the layout says {stages[pp]}")
 
 
 def _sampling_params(
@@ -287,5 +295,7 @@ def response_of(output: "CompletionOutput") -> Response:
 
     token_ids, log_probs = list(output.token_ids), output.logprobs
     assert isinstance(log_probs, FlatLogprobs), "log-probs were asked for, in one list"
-    assert log_probs.token_ids == token_ids, "every sampled token has its log-prob, and no other has"
+    if log_probs.token_ids != token_ids:
+        counts = f"{len(token_ids)} tokens and log-probs of {len(log_probs.token_ids)} tokens"
+        raise EnvironmentProblem(f"vLLM returned {counts}; every sampled token needs one, and no other token")
     return Response(token_ids, log_probs.logprobs, truncated=output.finish_reason == "length")

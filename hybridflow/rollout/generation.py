@@ -64,7 +64,7 @@ def prompts_of_replicas(
     num_samples: of each prompt, (prompts,); limits: on the length of a response. How long responses will be is not
     known, and by the limits is the same for every layout and every start.
     """
-    steps = num_samples * torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+    steps = num_samples * torch.tensor(limits.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
     return balanced_partition((prompts.lengths + PROMPT_TOKENS_A_STEP * steps).tolist(), num_replicas)
 
 
@@ -97,7 +97,7 @@ class RolloutRequest:
             rows += range(first[prompt], first[prompt] + counts[prompt])
             for sample in range(counts[prompt]):
                 seed = request_seed(run, iteration, self.first_prompt + prompt, sample, *again)
-                requests.append(Request(ids, seed, buckets.at(len(ids))))
+                requests.append(Request(ids, seed, buckets.for_length(len(ids))))
         return rows, requests
 
 
@@ -174,16 +174,16 @@ def whole_rollout(
     def of_rows(values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
         return PartialTensor(num_rows, where, torch.tensor(values, dtype=dtype))
 
-    counts, truncated = exchange.wholes(
+    counts, truncated = exchange.gather_all(
         [
             of_rows([len(r.token_ids) for r in responses], torch.int64),
             of_rows([int(r.truncated) for r in responses], torch.int64),
         ]
     )
     at, size = token_index(counts, where), int(counts.sum())
-    token_ids = exchange.whole(PartialTensor(size, at, _flat("i", (r.token_ids for r in responses))))
-    log_probs = exchange.whole(PartialTensor(size, at, _flat("f", (r.log_probs for r in responses))))
-    flags = exchange.whole(PartialTensor(size, at, _flags(responses))) if num_rewards else None
+    token_ids = exchange.gather(PartialTensor(size, at, _flat("i", (r.token_ids for r in responses))))
+    log_probs = exchange.gather(PartialTensor(size, at, _flat("f", (r.log_probs for r in responses))))
+    flags = exchange.gather(PartialTensor(size, at, _flags(responses))) if num_rewards else None
     batch = _joined(
         request.prompts,
         request.counts,
@@ -195,7 +195,9 @@ def whole_rollout(
     )
     if not num_rewards:
         return batch
-    rewards = exchange.wholes([of_rows([r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)])
+    rewards = exchange.gather_all(
+        [of_rows([r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
+    )
     if rewards[0].isnan().all():
         raise RewardError(
             f"data.environment: all {num_rows} rows of a rollout have failed: there is nothing to train on, and the "

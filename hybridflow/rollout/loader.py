@@ -75,10 +75,9 @@ class AliasLoader(BaseModelLoader):
         elsewhere = memory.numel() == 0  # this stage makes the parameter and never uses it
         if parameter.dim() == 3 and not elsewhere:  # experts, one below the other
             memory = memory.unflatten(0, parameter.shape[:2])
-        assert (elsewhere or memory.shape == parameter.shape) and memory.dtype == parameter.dtype, (
-            f"{name}: the engine wants {tuple(parameter.shape)} {parameter.dtype}, "
-            f"the trainer holds {tuple(memory.shape)} {memory.dtype}"
-        )
+        if (not elsewhere and memory.shape != parameter.shape) or memory.dtype != parameter.dtype:
+            wanted, held = (f"{tuple(x.shape)} {x.dtype}" for x in (parameter, memory))
+            raise EnvironmentProblem(f"{name}: vLLM asks for {wanted}, the trainer holds {held}")
         if parameter.is_meta:
             setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         else:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -44,9 +45,9 @@ class ReturnedRouting:
         """See `RoutingRecorder`. vLLM has unsigned numbers of 8 or 16 bits, and rows for all layers."""
         found = output.routed_experts
         expected = (num_tokens, self._sizes.num_layers, self._sizes.chosen)
-        assert found is not None and found.shape == expected, (
-            f"vLLM returned routed experts {None if found is None else found.shape}, expected {expected}"
-        )
+        if found is None or found.shape != expected:
+            shape = None if found is None else found.shape
+            raise EnvironmentProblem(f"vLLM returned routed experts of shape {shape}, expected {expected}")
         return torch.from_numpy(found.astype("int64")).to(self._sizes.dtype)
 
 
@@ -60,7 +61,9 @@ class SlotRecorder:
         mixtures = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         self._layers = [module.layer_id for module in mixtures]
         groups, num_blocks = runner.kv_cache_config.kv_cache_groups, runner.kv_cache_config.num_blocks
-        assert mixtures and len(groups) == 1, f"{len(mixtures)} mixtures, {len(groups)} kinds of cache"
+        if not mixtures or len(groups) != 1:
+            found = f"{len(mixtures)} mixtures of experts and {len(groups)} kinds of KV cache"
+            raise EnvironmentProblem(f"vLLM has {found}; recorded routes need mixtures and one kind of cache")
         self._block_tokens = int(groups[0].kv_cache_spec.block_size)
         shape = num_blocks * self._block_tokens + 1, len(mixtures), sizes.chosen  # slot -1: the last row
         self._records = torch.zeros(*shape, dtype=sizes.dtype, device=runner.device)
@@ -76,7 +79,8 @@ class SlotRecorder:
             return
         assert isinstance(mappings, dict), "one micro-batch a step"
         slots = next(iter(mappings.values()))
-        assert len(slots) == len(experts), f"{len(experts)} tokens, {len(slots)} slots"
+        if len(slots) != len(experts):
+            raise EnvironmentProblem(f"vLLM routed {len(experts)} tokens for {len(slots)} slots; expected one a slot")
         self._records[slots, column] = experts.to(self._records.dtype)
 
     def experts(self, name: str, output: "CompletionOutput", num_tokens: int) -> Tensor:

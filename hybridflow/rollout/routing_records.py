@@ -66,11 +66,6 @@ class RoutingRecords:
         self._kept: dict[int, Tensor] = {}  # (tokens, own layers, k)
         self._next = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of the records on this rank."""
-        return sum(kept.nbytes for kept in self._kept.values())
-
     def keep(self, batch: RolloutBatch, recorded: Recorded) -> RolloutBatch:
         """The batch with its rows' records. Collective over the world.
 
@@ -225,7 +220,7 @@ class RoutingRecords:
         tokens = [sum(lengths[row] for row in parcel.rows) for parcel in incoming]
         sizes = [count * len(parcel.layers) * per_layer for count, parcel in zip(tokens, incoming, strict=True)]
         found = []
-        for parcel, told in zip(incoming, exchange.swapped(outgoing, sizes), strict=True):
+        for parcel, told in zip(incoming, exchange.swap(outgoing, sizes), strict=True):
             if len(told):
                 whole = told.view(self.sizes.dtype).view(-1, len(parcel.layers), self.sizes.chosen)
                 of_rows = whole.split([lengths[row] for row in parcel.rows])

@@ -19,7 +19,7 @@ from hybridflow.automap.device import DeviceProfile, load_profile
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
-from hybridflow.errors import ConfigError, UserError
+from hybridflow.errors import ConfigError, DisagreementError, UserError
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.device import choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
@@ -50,20 +50,21 @@ def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
             store.set("resolved", json.dumps({"error": str(error)}))
             raise
         store.set("resolved", json.dumps({"tree": found.tree, "lines": found.lines}))
-    told = json.loads(store.get("resolved"))
-    if "error" in told:
-        raise ConfigError(told["error"])
-    return config_class(told["tree"]).from_tree(told["tree"], path), tuple(told["lines"])
+    answer = json.loads(store.get("resolved"))
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return config_class(answer["tree"]).from_tree(answer["tree"], path), tuple(answer["lines"])
 
 
 def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
-    """The config of a file that is to be of this kind; what was chosen is told by rank 0. Errors: as `load_for_run`."""
+    """The config of a file, which must be of this kind; rank 0 prints the choices. Errors: as `load_for_run`."""
     tree = read_tree(path, tuple(overrides))
     if not autos(tree):
         return kind.from_tree(tree, path)
     kind.from_tree(with_neutral(tree), path)  # one of the other kind is refused before any rank waits
     config, lines = load_for_run(path, overrides)
-    assert isinstance(config, kind), f"read as {kind.__name__}, resolved to {type(config).__name__}"
+    if not isinstance(config, kind):
+        raise DisagreementError(f"{path}: is a {kind.__name__} here, and a {type(config).__name__} on rank 0")
     if torchrun.torchrun_rank()[0] == 0:
         print("\n".join(lines), flush=True)
     return config
@@ -72,7 +73,7 @@ def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = 
 def resolved_for(
     tree: dict[str, Any], path: str | Path, world_size: int, facts: Facts | None = None
 ) -> tuple[AnyConfig, tuple[str, ...]]:
-    """For one process that asks of a run that is not there: as on `world_size` devices like its own, or others."""
+    """For one process that plans a run: resolves for `world_size` devices like the process's device, or for others."""
     if not autos(tree):
         return config_class(tree).from_tree(tree, path), ()
     if facts is None:
@@ -82,7 +83,7 @@ def resolved_for(
 
 
 def memory_here(world_size: int | None = None) -> int:
-    """Bytes of this rank's device: of a CPU its share of the host's, by the ranks that torchrun has started there.
+    """Bytes of this rank's device; on a CPU a share of the host's memory, by the ranks that torchrun started there.
 
     world_size: without torchrun, so many on this host. All of the memory, not what is free now, which is another number
     at the next start.

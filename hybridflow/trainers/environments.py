@@ -45,12 +45,12 @@ def environments_of(
         return None
     name, end_ids = read.pool.config.tool_parser, frozenset(ends.ids)
     continuations = replace(read.continuations, vocab_size=vocab_size)
-    texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
+    texts = ResponseTexts.from_tokenizer(tokenizer, ends.ids, special_tokens="content")
     if isinstance(read, AgentInputs):
         make_parser = partial(ToolCallParser, name, tokenizer)
-        told = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.hidden)
-        if told is not None and rank == 0:  # an agent may have no tools
-            print(f"{told}; requests with tools would be answered without calls", file=sys.stderr, flush=True)
+        unread = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.hidden)
+        if unread is not None and rank == 0:  # an agent may have no tools
+            print(f"{unread}; requests with tools would be answered without calls", file=sys.stderr, flush=True)
         return Agents(
             read.pool,
             continuations,
@@ -74,7 +74,7 @@ def environments_of(
 
 
 def right_of(config: ExperimentConfig, caller: FunctionCaller, responses: RolloutBatch) -> int | Tensor:
-    """What `flows.evaluate` takes for right: metrics.eval_reward, by its number, or (N,) an environment's rewards."""
+    """What `flows.evaluate` takes for right: the number of metrics.eval_reward, or (N,) an environment's rewards."""
     if config.metrics.eval_reward is not None:
         assert caller.pool is not None, "eval_reward is a function"
         return len(caller.pool.specs) - 1  # the last, see `rewards.specs`

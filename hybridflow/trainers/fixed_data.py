@@ -65,7 +65,7 @@ class FixedDataTrainer:
         self.config, self.placed = config, place_fixed(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.platform, self.watchdog = start(config, watchdog)
-        with self.watchdog.during("start"):
+        with self.watchdog.phase("start"):
             self._build()
 
     def _build(self) -> None:
@@ -95,7 +95,7 @@ class FixedDataTrainer:
         )
         self.run = Run(config, self.book)
         self.run.state = self.checkpoint_manager.state or self.run.state
-        platform.settle()
+        platform.freeze_objects()
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -105,7 +105,7 @@ class FixedDataTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        Ends with runs/NAME/hf. Errors: Stopped after a request to end and a save.
         """
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
@@ -123,7 +123,7 @@ class FixedDataTrainer:
             train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
             manager.finish()
             recorder.phase("writing the trained model")
-            with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
+            with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
                 export_huggingface(
                     self.models.trained()[0],
                     self.config.run_dir / "hf",
@@ -141,13 +141,14 @@ class FixedDataTrainer:
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout
-        assert heldout is not None, "the config names no held-out data"
-        with self.watchdog.during("evaluate"):
+        if heldout is None:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out rows")
+        with self.watchdog.phase("evaluate"):
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
     def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
-        """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
+        """One iteration of the flow; None where the config allows a lost step, and a number was not finite."""
         before = self.run.state
         self.hooks.say, self.hooks.show = recorder.message, recorder.phase
         self.book.begin(self.run, iteration, last)

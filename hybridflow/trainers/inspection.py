@@ -1,4 +1,4 @@
-"""The config of a run that looks at another one: a replay of its batches, or rollouts alone."""
+"""The config of a run that looks at another run: a replay of the other's batches, or rollouts alone."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ from hybridflow.config import ExperimentConfig
 
 
 def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
-    """The config of a replay or of rollouts alone: it has a directory of its own, so that the other's stays, and begins
-    with the models or the checkpoint that it is given, never where it was itself."""
+    """The config of a replay or of rollouts alone. A new directory leaves the other run's directory as it is. The run
+    begins with the given models or checkpoint, and never resumes a former replay."""
     metrics: dict[str, Any] = {}
     if replay is not None:
         metrics["eval_interval"] = 0  # which takes an engine

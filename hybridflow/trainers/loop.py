@@ -87,7 +87,7 @@ class Trainer(Protocol):
 def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Recorder) -> None:
     """Iterate, evaluate where it is time to, record and save, until all is done or `stop_when` holds. Collective.
 
-    last: the run's last iteration. Errors: Stopped where the run was told to end before, and is saved; SaveError.
+    last: the run's last iteration. Errors: Stopped after a request to end and a save; SaveError.
     """
     checkpoint_manager = trainer.checkpoint_manager
     over = checkpoint_manager.loaded_stop_reason()
@@ -107,7 +107,7 @@ def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Reco
 def _recorded(
     trainer: Trainer, done: Iteration | None, iteration: int, last: int, recorder: Recorder
 ) -> tuple[Metrics, str | None]:
-    """Its metrics, and why it is the last one by `stop_when`; an iteration that lost its step has none."""
+    """The iteration's metrics (none without a step), and why `stop_when` makes the iteration the last one."""
     if done is None:
         return {}, None
     interval = trainer.config.metrics.eval_interval
@@ -151,12 +151,12 @@ def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:
     """What warm-ups that are longer than the run come to."""
     notes, run = [], f"the run has {num_iterations} iteration{'s' * (num_iterations > 1)}"
     for name, role in config.roles().items():
-        its = role.optimizer if isinstance(role, TrainedRoleConfig) else None
-        if its is not None and its.lr and its.warmup_iterations > num_iterations:
-            share = num_iterations / its.warmup_iterations
+        optimizer = role.optimizer if isinstance(role, TrainedRoleConfig) else None
+        if optimizer is not None and optimizer.lr and optimizer.warmup_iterations > num_iterations:
+            share = num_iterations / optimizer.warmup_iterations
             notes.append(
-                f"warning: {name}.optimizer.warmup_iterations = {its.warmup_iterations}: {run}. The learning rate "
-                f"ends at {share:.2g} of lr = {its.lr:g}"
+                f"warning: {name}.optimizer.warmup_iterations = {optimizer.warmup_iterations}: {run}. The learning "
+                f"rate ends at {share:.2g} of lr = {optimizer.lr:g}"
             )
     algorithm = config.algorithm if isinstance(config, ExperimentConfig) else None
     if isinstance(algorithm, PPO) and algorithm.critic_warmup_iterations >= num_iterations:

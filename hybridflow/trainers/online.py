@@ -69,7 +69,7 @@ def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[in
     """Of reward models that have tokenizers of their own, by their numbers."""
     models = placed.config.reward.models if placed.config.reward is not None else ()
     return {
-        i: Reencoder.of(
+        i: Reencoder.for_model(
             f"reward.models.{i}",
             model.model,
             decode,
@@ -122,7 +122,10 @@ class OnlineTrainer:
         replay: Path | None = None,
         rollout_only: bool = False,
     ) -> None:
-        assert replay is None or not rollout_only, "a replay does not generate"
+        if replay is not None and rollout_only:
+            raise ConfigError(
+                f"replay = {replay}, rollout_only = True: a replay generates nothing; give one of the two"
+            )
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
@@ -136,7 +139,7 @@ class OnlineTrainer:
         self.flow = flow_of(config.algorithm)
         self.platform, self.watchdog = start(config, watchdog)
         self.stop = self.watchdog.stop
-        with self.watchdog.during("start"):
+        with self.watchdog.phase("start"):
             self._build(files)
 
     def _build(self, files: dict[int, Path] | None) -> None:
@@ -150,7 +153,7 @@ class OnlineTrainer:
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:
-            prepare_vllm()  # a missing vLLM is told before the models load
+            prepare_vllm()  # reports a missing vLLM before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = self._caller()
@@ -193,10 +196,10 @@ class OnlineTrainer:
         )
         self.run = Run(config, self.book, self.generation)
         self.run.state = with_records(self.checkpoint_manager.state or self.run.state, self._records)
-        self.platform.settle()
+        self.platform.freeze_objects()
 
     def _caller(self) -> FunctionCaller:
-        """Its processes start while the models are built."""
+        """The caller's processes start while the models are built."""
         specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
         own = self.platform.rank, self.platform.world_size
         hosts = parse_hosts(torchrun.hosts_of_ranks())
@@ -276,8 +279,8 @@ class OnlineTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf, unless it is a replay or rolls out alone. Errors: Stopped where it was told to end
-        before, and is saved.
+        Ends with runs/NAME/hf, except for a replay and for rollouts alone. Errors: Stopped after a request to end and
+        a save.
         """
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
@@ -301,7 +304,7 @@ class OnlineTrainer:
             manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
-                with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
+                with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
                     export_huggingface(
                         self.run.actor,
                         self.config.run_dir / "hf",
@@ -313,7 +316,7 @@ class OnlineTrainer:
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """Run one iteration of the flow; None where a number was not finite and `nonfinite` lets the run go on.
 
-        Errors: Stopped where the run was told to end, after a save; NonFinite where `nonfinite` ends the run.
+        Errors: Stopped after a request to end and a save; NonFinite where `nonfinite` ends the run.
         """
         self.book.skip_to(self.run, iteration)
         before = self.run.state
@@ -342,9 +345,10 @@ class OnlineTrainer:
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout = self.inputs.heldout
-        assert heldout is not None, "the config names no held-out data"
+        if heldout is None:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         prompts = heldout.all_that_start()
-        with self.watchdog.during("evaluate"):
+        with self.watchdog.phase("evaluate"):
             responses = self.generation.greedy_responses(prompts)
             right = right_of(self.config, self.caller, responses)
             return evaluate(

@@ -48,9 +48,9 @@ def _written(continuations: Continuations, schema: Mapping[str, Any], tool: str)
     ask: list[Message] = [{"role": "user", "content": ASKED}]
     call = {"name": tool, "arguments": _arguments(schema["function"].get("parameters"))}
     calls = [{"id": continuations.call_id("call_0_0"), "type": "function", "function": call}]
-    template, its = continuations.template, continuations.with_tools([schema])
+    template, with_tool = continuations.template, continuations.with_tools([schema])
     try:
-        arguments = its.arguments({})
+        arguments = with_tool.arguments({})
         text = template.whole([*ask, {"role": "assistant", "content": "", "tool_calls": calls}], KEY, arguments)
         begun = template.whole(ask, KEY, arguments, begins=True)
     except RowError:
@@ -61,6 +61,6 @@ def _written(continuations: Continuations, schema: Mapping[str, Any], tool: str)
 def _arguments(parameters: Any) -> dict[str, Any]:
     properties = parameters.get("properties", {}) if isinstance(parameters, Mapping) else {}
     return {
-        name: SAMPLES.get(str(its.get("type")), "some") if isinstance(its, Mapping) else "some"
-        for name, its in properties.items()
+        name: SAMPLES.get(str(kind.get("type")), "some") if isinstance(kind, Mapping) else "some"
+        for name, kind in properties.items()
     }

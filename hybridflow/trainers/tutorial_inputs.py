@@ -99,7 +99,7 @@ class TrainerArguments:
         return {config.roles()[name].model: x for name, x in found.items() if isinstance(x, PreTrainedModel)}
 
     def tokenizer_to_write(self) -> PreTrainedTokenizerBase | None:
-        """The one to write with the actor; None where its directory has it. Errors: ConfigError, CheckpointError."""
+        """The tokenizer to write; None where the actor's directory has one. Errors: ConfigError, CheckpointError."""
         given = None if self.tokenizer is None else loaded_tokenizer("tokenizer", self.tokenizer)
         if isinstance(self.actor_model, PreTrainedModel):
             if given is None:
@@ -219,7 +219,7 @@ def _merge(tree: Tree, given: Mapping[str, Any]) -> None:
 
 
 def _set_default(tree: Any, path: Sequence[str], value: Any) -> None:
-    """Set it where nothing stands. What is in the way is wrong, and will be told when all is validated."""
+    """Set the value where the tree has none. A wrong value in the way is reported by the later validation."""
     for key, following in itertools.pairwise(path):
         if isinstance(tree, list) and int(key) == len(tree):
             tree.append({})

@@ -91,7 +91,7 @@ def differ(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool
 def written(
     models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase | None, config: ExperimentConfig
 ) -> Iterator[None]:
-    """Within the block each model is in its directory, which all ranks see, the actor's with the tokenizer.
+    """Within the block each model is in a directory that all ranks see; the actor's directory has the tokenizer, too.
 
     The first rank writes; the models of the others do not count. Collective over the world where there are any.
     Errors: CheckpointError, on every rank.

@@ -15,7 +15,7 @@
     trainer.fit(num_steps=1000, checkpoint_dir="runs/mine")
 
 is started by torchrun, once a rank. Each argument becomes keys of an ExperimentConfig (`trainer.config`); whatever
-else that has is named in `config` by its own key. The run leaves a config.yaml that says all of it.
+else that has is named in `config` by the key's path. The run leaves a config.yaml with all keys.
 """
 
 import sys
@@ -67,7 +67,7 @@ def create_critic_model(model: Model) -> Model:
     """The critic that begins with the weights of `model`, for `critic_model` of `RLTrainer`.
 
     `model` is a causal language model, whose critic gets a value head of zeros (V = 0), or a model with one label,
-    whose head it keeps. It is given back as it is: the trainer reads its weights into a model of the critic's own.
+    whose head the critic keeps. The model is returned unchanged: the trainer reads the weights into a new critic.
     Errors: ConfigError, CheckpointError where it can be no critic.
     """
     check_model("create_critic_model", model)
@@ -102,13 +102,13 @@ class RLTrainer(OnlineTrainer):
     actor_model, critic_model, reference_model: a HuggingFace directory, or a model of transformers. One in memory is
         written once, by the first rank, beside the run directory, and removed when the run is over.
     reference_model: None is the actor as it begins, where the algorithm has a reference.
-    reward_model: a directory or a model with one label; a function, or its name as module:function; or several.
+    reward_model: a directory or a model with one label; a function, or the name module:function; or several.
     tokenizer: that of the actor, needed where the actor is in memory.
     algo: an `algorithm.name`.
     data_loader: a JSON-lines file, or what `make_rl_data_loader` gives.
     config: short names (batch_size: prompts an iteration, mini_batch_size: sequences, epochs: passes over an
         iteration's batch, rollout_len: tokens of a response, samples_per_prompt, temperature, lr: of actor and critic,
-        kl_coef, clip_range), keys of every model, and any key of the config by its path ("rollout.kv_cache_gib").
+        kl_coef, clip_range), keys of every model, and any key of the config by path ("rollout.kv_cache_gib").
 
     Errors: ConfigError, CheckpointError naming the argument or key, the value and the rule.
     """

@@ -29,6 +29,7 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.rollout.tool_calls import ToolCallParser
 from tests.agents.test_sessions import GivenAgents
 from tests.data.kinds_of_templates import KINDS, tokenizer_of
+from tests.rollout.turn_rows import DrivenRows
 
 NUM_ROWS, NUM_SENDERS = 1600, 8
 CALL = '<tool_call>{"name": "add", "arguments": {"n": 1}}</tool_call>'
@@ -187,7 +188,7 @@ class OddRows:
         config = {"agent": "a:b", "earlier_turns": earlier_turns, "max_turns": 10**6, "call_seconds": 1e6}
         self.pool = GivenAgents(EnvironmentConfig(**config))
         self.pool.most_at_once = num_rows
-        continues = Continuations.of(ChatTemplate(self._tokenizer), (), end, earlier_turns=earlier_turns)
+        continues = Continuations.from_template(ChatTemplate(self._tokenizer), (), end, earlier_turns=earlier_turns)
         self._end = continues.end
         shared = Agents(
             self.pool,
@@ -203,10 +204,10 @@ class OddRows:
         )
         prompts = PromptBatch(torch.zeros(0, dtype=torch.int64), torch.tensor([0]), ("",), {}, (None,))
         self.sessions = shared.conversations(prompts, torch.tensor([num_rows]), always(6000), (1,))
-        self.sessions.begin(range(num_rows))
+        self.driven = DrivenRows(self.sessions, [[]] * num_rows, several=shared.several)
         self.ended: set[int] = set()
 
-    def to_device_async(self, count: int) -> Counter[tuple[int, str]]:
+    def sent(self, count: int) -> Counter[tuple[int, str]]:
         """(status, code) of the answers to so many odd requests."""
         bodies, found = list(islice(odd_bodies(self.seed), count)), Counter[tuple[int, str]]()
         with ThreadPoolExecutor(NUM_SENDERS) as threads:
@@ -219,15 +220,15 @@ class OddRows:
 
     def step(self) -> None:
         """What the engine does meanwhile. It has nothing else to do, and leaves the others their time."""
-        select.select([self.sessions._door], [], [], 0.05)
-        for reply in self.sessions.replies(wait=False):
+        select.select([self.sessions._server], [], [], 0.05)
+        for reply in self.driven.events(wait=False):
             if reply.ends:
                 self.ended.add(reply.row)
             elif not reply.drops:
                 text = self._rng.choice(self._says)
                 ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end][: reply.max_tokens]
                 cut = ids[-1] != self._end
-                self.sessions.said(reply.row, ids, [-0.5] * len(ids), truncated=cut, branch=reply.branch)
+                self.driven.said(reply.row, ids, truncated=cut, branch=reply.branch)
 
     def answer(self, row: int, body: dict[str, Any]) -> httpx.Response:
         """To one request."""

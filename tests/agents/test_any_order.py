@@ -148,6 +148,8 @@ class Drawn:
     def abort(self, name: str) -> None:
         self._late[name] = self._there.pop(name)
 
+    most_rows = 1 << 30
+
     @property
     def is_busy(self) -> bool:
         return bool(self._there)
@@ -197,7 +199,9 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     pool = Running(
         EnvironmentConfig(**{"agent": "a:b", "max_turns": rng.choice([4, 30]), **how}), seed, several=several
     )
-    continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=pool.config.earlier_turns)
+    continues = Continuations.from_template(
+        ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=pool.config.earlier_turns
+    )
     limits = (MOST_PROMPT, MOST_PROMPT + MOST_BEHIND)
     agents = Agents(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), 0, "prompt", None, *limits)
     nothing, rows = torch.zeros(0, dtype=torch.int64), range(rng.randint(1, 6))
@@ -206,7 +210,7 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     taking = TurnTaking(LeaderBroadcast(None, 0, torch.device("cpu")), sessions, agents.counts, several)
     found = dict(taking.stream(Drawn(rng), [Request([], seed=row) for row in rows], rows, [None]))
     pool.wait(meanwhile=sessions.end)
-    agents.chat_server.close()
+    agents.server.close()
     assert sorted(found) == list(rows)
     for row, response in found.items():
         if math.isnan(response.rewards[0]):

@@ -117,7 +117,7 @@ def event(door: ChatServer) -> ChatRequest | Gone:
     poll = select.poll()
     poll.register(door.fileno(), select.POLLIN)
     assert poll.poll(10_000), "no request has come"
-    [found] = door.taken()
+    [found] = door.take_events()
     return found
 
 
@@ -160,7 +160,7 @@ def test_what_is_no_request_is_told_at_once(door: ChatServer) -> None:
         unknown.status_code == 404
         and "there are /v1/chat/completions, /inference/v1/generate and /v1/models" in unknown.text
     )
-    assert door.taken() == []
+    assert door.take_events() == []
 
 
 def test_a_client_that_goes_away_is_told_of(door: ChatServer) -> None:
@@ -182,7 +182,7 @@ def _two(door: ChatServer) -> list[ChatRequest | Gone]:
         poll = select.poll()
         poll.register(door.fileno(), select.POLLIN)
         assert poll.poll(10_000), f"{found} alone have come"
-        found += door.taken()
+        found += door.take_events()
     return found
 
 
@@ -212,7 +212,7 @@ def test_a_door_at_another_interface_is_reached_there_alone(family: socket.Addre
                 refused = client.request("GET" if where == urls[-1] else "POST", where, json=body(), headers=headers)
                 assert refused.status_code == 401, (where, headers)
                 assert refused.json()["error"]["code"] == "invalid_api_key", (where, headers)
-        assert door.taken() == [], "nobody has come in"
+        assert door.take_events() == [], "nobody has come in"
         asked = in_a_thread(lambda: client.post(urls[0], json=body(), headers={"Authorization": "Bearer secret"}))
         door.answer(event(door), COMPLETION)
         assert asked.result(60).json()["choices"][0]["message"]["content"] == "so"

@@ -48,7 +48,6 @@ def config_of(environment: str, *overrides: str) -> ExperimentConfig:
         ("class: 'a:B', agent: 'a:b'", (), "has both class and agent: leave one of them out"),
         ("max_turns: 3", (), "names nobody who answers the model: give class"),
         ("class: 'a:B', prompt: column", (), "prompt = 'column': is for an agent, and this is a class"),
-        ("class: 'a:B', concurrency: 3", (), "concurrency = 3: is for an agent, and this is a class"),
         ("agent: nobody", (), "data.environment.agent = 'nobody'"),
         ("agent: 'a:b', prompt: first", (), "data.environment.prompt = 'first'"),
         ("agent: 'a:b', listen: localhost", (), "listen = localhost: is no IP address"),

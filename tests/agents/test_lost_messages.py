@@ -16,7 +16,7 @@ def made() -> Iterator[list[OddRows]]:
     there: list[OddRows] = []
     yield there
     for rows in there:
-        rows.sessions._door.close()
+        rows.sessions._server.close()
 
 
 def message(rows: OddRows, *messages: Any, **more: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_odd_requests_cost_their_own_rows(earlier_turns: Any, count: int) -> Non
     body = {"model": "policy", "messages": [{"role": "user", "content": "what is it?"}]}
     answer = rows.answer(-1, body)
     assert answer.status_code == 200 and "choices" in answer.json()
-    rows.sessions._door.close()
+    rows.sessions._server.close()
 
 
 def test_the_bodies_follow_from_the_seed() -> None:

@@ -40,6 +40,8 @@ async def does(base_url: str, row: dict[str, Any]) -> Any:
                     await asyncio.sleep(600)
                 except asyncio.CancelledError:
                     continue
+        case "later":
+            await asyncio.sleep(8)
         case "hang":
             await asyncio.sleep(600)
         case "pid":
@@ -158,15 +160,27 @@ def test_an_agent_that_is_ended_is_cancelled(pool: AgentPool) -> None:
     assert answers(pool, run(pool, "", 4)[1])[3].value == {"reward": [3.0]}
 
 
-def test_one_that_does_not_end_then_loses_its_process_and_its_rows() -> None:
-    pool = pool_of(num_workers=1)
+def test_one_that_does_not_end_is_left_alone_and_harms_no_other_row() -> None:
+    """Longer than the supervisor waited once, 7 s: the process stays, and the rows beside that one go on."""
+    pool = pool_of(num_workers=1, call_seconds=0.5)
+    pid = answers(pool, run(pool, "pid", 1)[1])[0].value
     [row], stays = run(pool, "stay", 1)
-    _, hangs = run(pool, "hang", 1)
+    _, others = run(pool, "later", 2)
     answers(pool, run(pool, "wait", 1)[1])  # it has begun
     pool.finish(row)
-    found = answers(pool, [*stays, *hangs], 60)
-    assert [answer.problem for answer in found] == ["another row that it called took too long"] * 2
-    assert answers(pool, run(pool, "", 1)[1])[0].value == {"reward": [0.0]}
+    all_of, printed = pool.answers, list[str]()
+
+    def noted(seconds: float | None) -> dict[int, Answer]:
+        found = all_of(seconds)
+        printed.extend(answer.printed for answer in found.values())
+        return found
+
+    pool.answers = noted  # type: ignore[method-assign]
+    found = answers(pool, [*stays, *others], 60)
+    assert [answer.value for answer in found] == [{}, {"reward": [0.0]}, {"reward": [1.0]}]
+    assert not any(answer.lost for answer in found)
+    assert answers(pool, run(pool, "pid", 1)[1])[0].value == pid
+    assert "".join(printed).count("goes on 5 s after its row has ended") == 1
     pool.close()
 
 
@@ -174,7 +188,7 @@ def test_a_process_that_ends_fails_its_rows_alone(pool: AgentPool) -> None:
     _, others = run(pool, "wait", 2)
     _, ends = run(pool, "exit", 1)
     found = answers(pool, [*others, *ends])
-    assert "status 3" in found[2].problem
+    assert "status 3" in found[2].problem and [answer.lost for answer in found] == [bool(x.problem) for x in found]
     assert sorted(bool(answer.problem) for answer in found[:2]) == [False, True]
 
 

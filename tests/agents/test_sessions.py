@@ -18,8 +18,10 @@ from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import TurnEvent
+from hybridflow.rollout.engine import Response
+from hybridflow.rollout.rows import TurnEvent
 from tests.environments.tiny_chat import END, make_tokenizer
+from tests.rollout.turn_rows import DrivenRows
 
 TOKENIZER = make_tokenizer()
 END_ID = TOKENIZER.convert_tokens_to_ids(END)
@@ -57,10 +59,10 @@ class GivenAgents:
 class Rows:
     """Sessions of some rows of one prompt, and the requests to them."""
 
-    def __init__(self, count: int = 1, **more: Any) -> None:
+    def __init__(self, count: int = 1, *, room: int = 100, **more: Any) -> None:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
         earlier_turns = self.pool.config.earlier_turns
-        continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
+        continues = Continuations.from_template(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
         shared = Agents(
             self.pool,
             replace(continues, vocab_size=100),
@@ -76,8 +78,9 @@ class Rows:
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
         self.sessions: Sessions = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
-        self.door, self.threads = shared.door, ThreadPoolExecutor(10)
-        assert self.sessions.begin(range(count)) == [0] * count
+        self.driven = DrivenRows(self.sessions, [[]] * count, several=shared.several, room=room)
+        self.door, self.threads = shared.server, ThreadPoolExecutor(10)
+        assert self.driven.rows.take_events() == []
 
     def ask(
         self, *messages: Any, row: int = 0, headers: Any = None, client: Any = httpx, **more: Any
@@ -92,7 +95,7 @@ class Rows:
         return self.threads.submit(httpx.post, url, json=body, timeout=60)
 
     def replies(self) -> list[TurnEvent]:
-        return self.sessions.replies(wait=True)
+        return self.driven.events(wait=True)
 
 
 @pytest.fixture()
@@ -119,14 +122,14 @@ def said(answer: Future[httpx.Response]) -> dict[str, Any]:
 def test_a_request_is_tokens_and_a_limit(rows: Rows) -> None:
     first = rows.ask(USER, max_tokens=5)
     assert rows.replies() == [TurnEvent(0, FIRST, 5)]
-    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
+    rows.driven.said(0, ids(f"3{END}"), truncated=False)
     message = said(first)
     assert (message["role"], message["content"]) == ("assistant", "3")
     assert first.result().json()["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     rows.ask(USER, message, {"role": "user", "content": "no"})
     more = ids(f"<|user|>no{END}<|assistant|>")
     assert rows.replies() == [TurnEvent(0, more, 32 - 2 - len(more))]
-    rows.sessions.said(0, ids("45"), [-0.5] * len(ids("45")), truncated=True)
+    rows.driven.said(0, ids("45"), truncated=True)
     rows.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
     assert rows.replies() == [TurnEvent(0, ends=True, truncated=True, rewards=(1.5,))]
     assert rows.pool.finished == [0]
@@ -147,7 +150,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
     first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
     assert rows.replies() == [TurnEvent(0, FIRST, 3)]
     own = ids(f"3{END}")
-    rows.sessions.said(0, own, [-0.25, -1.5], truncated=False)
+    rows.driven.say(0, Response(list(own), [-0.25, -1.5], truncated=False))
     body = first.result(60).json()
     assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9} and body["request_id"]
     assert body["choices"] == [
@@ -166,7 +169,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
     more = ids(f"<|user|>no{END}<|assistant|>")
     second = rows.ask_tokens([*FIRST, *own, *more])
     assert rows.replies() == [TurnEvent(0, more, 32 - 2 - len(more))]
-    rows.sessions.said(0, ids("45"), [-1.0, -1.0], truncated=True)
+    rows.driven.said(0, ids("45"), truncated=True)
     assert second.result(60).json()["choices"][0]["finish_reason"] == "length"
     rows.ask(USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "no"})
     [reply] = rows.replies()
@@ -189,7 +192,7 @@ def test_a_request_of_tokens_that_makes_no_sense_is_refused(
 ) -> None:
     refused = rows.ask_tokens(token_ids, **sampling)
     while not refused.done():
-        rows.sessions.replies(wait=False)
+        rows.driven.events(wait=False)
     assert refused.result().status_code == 400 and refused.result().json()["error"]["message"] == problem
 
 
@@ -197,7 +200,7 @@ def test_token_ids_that_are_not_the_rows_fail_the_row(rows: Rows) -> None:
     """Such as those of a client that has encoded the model's turn again."""
     rows.ask_tokens(list(FIRST))
     rows.replies()
-    rows.sessions.said(0, ids(f"3{END}"), [-0.5, -0.5], truncated=False)
+    rows.driven.said(0, ids(f"3{END}"), truncated=False)
     other = rows.ask_tokens([*FIRST, *ids(f"4{END}<|user|>no{END}<|assistant|>")])
     [reply] = rows.replies()
     assert reply.failed
@@ -210,14 +213,14 @@ def test_a_row_without_a_token_left_is_cut_whatever_its_agent_raises(by_tokens: 
     own, more = ids(f"3{END}"), "0" * 32
     first = rows.ask_tokens(list(FIRST)) if by_tokens else rows.ask(USER)
     assert rows.replies() == [TurnEvent(0, FIRST, 32)]
-    rows.sessions.said(0, own, [-0.5] * len(own), truncated=False)
+    rows.driven.said(0, own, truncated=False)
     assert first.result(60).status_code == 200
     if by_tokens:
         second = rows.ask_tokens([*FIRST, *own, *ids(f"<|user|>{more}{END}<|assistant|>")])
     else:
         second = rows.ask(USER, said(first), {"role": "user", "content": more})
     while not second.done():
-        assert rows.sessions.replies(wait=False) == []
+        assert rows.driven.events(wait=False) == []
     assert second.result().status_code == 400
     assert second.result().json()["error"]["code"] == "context_length_exceeded"
     rows.pool.returned = {0: Answer(None, "the agent raised BadRequestError: ", 0.0, "")}
@@ -241,10 +244,10 @@ def test_a_request_that_comes_again_takes_the_place_of_the_first(rows: Rows) -> 
     rows.ask(USER, headers=AGAIN)
     assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
     assert first.result(60).json()["error"]["code"] == "repeated"
-    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
+    rows.driven.said(0, ids(f"3{END}"), truncated=False)
     third = rows.ask(USER, headers=AGAIN)
     assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
-    rows.sessions.said(0, ids(f"4{END}"), [-0.5] * len(ids(f"4{END}")), truncated=False)
+    rows.driven.said(0, ids(f"4{END}"), truncated=False)
     assert said(third)["content"] == "4"
 
 
@@ -253,7 +256,7 @@ def test_an_answer_is_no_answer_to_another_request(rows: Rows) -> None:
     with httpx.Client(timeout=60) as client:
         rows.ask(USER, client=client)
         rows.replies()
-        rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
+        rows.driven.said(0, ids(f"3{END}"), truncated=False)
         again = rows.ask(USER)
         [reply] = rows.replies()
     assert reply.failed and not reply.drops and reply.token_ids == ()
@@ -276,7 +279,7 @@ def test_a_client_that_has_left_may_ask_the_same_again(rows: Rows, capsys: pytes
 def test_an_agent_that_returns_while_the_model_answers_ends_the_turn(rows: Rows) -> None:
     asked = rows.ask(USER)
     rows.replies()
-    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
+    rows.driven.said(0, ids(f"3{END}"), truncated=False)
     rows.ask(USER, said(asked), {"role": "user", "content": "no"})
     rows.replies()
     rows.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
@@ -290,7 +293,7 @@ def test_a_row_that_has_ended_answers_nobody() -> None:
     assert (reply.row, reply.failed, reply.token_ids) == (1, True, (END_ID, END_ID))
     late = rows.ask(USER, row=1)
     while not late.done():
-        assert rows.sessions.replies(wait=False) == []
+        assert rows.driven.events(wait=False) == []
     rows.ask(USER, row=0)
     assert [reply.row for reply in rows.replies()] == [0]
     assert late.result(60).json()["error"]["code"] == "row_ended"
@@ -304,7 +307,7 @@ def test_rows_that_are_left_when_a_rollout_has_no_time_left_fail() -> None:
     for row in (0, 2):
         rows.ask(USER, row=row)
         assert rows.replies() == [TurnEvent(row, FIRST, 32)]
-    rows.sessions.said(2, THREE, [-0.5] * len(THREE), truncated=False)
+    rows.driven.said(2, THREE, truncated=False)
     rows.pool.returned = {2: Answer({"reward": [1.0]}, "", 0.0, "")}
     assert rows.replies() == [TurnEvent(2, ends=True, rewards=(1.0,))]
     failed: list[TurnEvent] = []
@@ -315,7 +318,7 @@ def test_rows_that_are_left_when_a_rollout_has_no_time_left_fail() -> None:
         (1, True, False),
         (3, True, False),
     ]
-    assert rows.sessions.replies(wait=False) == [] and rows.pool.finished == [2, 0, 1, 3]
+    assert rows.driven.events(wait=False) == [] and rows.pool.finished == [2, 0, 1, 3]
     rows.door.close()
 
 
@@ -348,7 +351,7 @@ def branching() -> Iterator[Rows]:
 
 
 def speak(rows: Rows, token_ids: tuple[int, ...], branch: int = 0, *, truncated: bool = False) -> None:
-    rows.sessions.said(0, token_ids, [-0.5] * len(token_ids), truncated=truncated, branch=branch)
+    rows.driven.said(0, token_ids, truncated=truncated, branch=branch)
 
 
 def test_another_conversation_begins_a_branch_and_each_goes_on_by_itself(branching: Rows) -> None:
@@ -407,8 +410,8 @@ def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
 def test_of_equal_requests_none_is_taken_for_another(branching: Rows) -> None:
     """One of three clients that ask the same asks again: which of the answers was lost is not known."""
     first, second = branching.ask(OTHER), branching.ask(OTHER)
-    while len(branching.sessions._rows[0].open_requests) < 2:
-        branching.sessions.replies(wait=False)
+    while len(branching.sessions._by_number[0].open_requests) < 2:
+        branching.driven.events(wait=False)
     branching.ask(OTHER, headers=AGAIN)
     [reply] = branching.replies()
     assert (reply.branch, reply.drops) == (2, False)
@@ -430,10 +433,10 @@ def test_an_agent_that_raises_before_it_has_an_answer_fails_its_row(branching: R
     """Its requests were too many; nothing is left of the row to train on."""
     for number in range(9):
         branching.ask({"role": "user", "content": str(number)})
-        while branching.sessions._rows[0].number < min(number + 1, 8):
-            branching.sessions.replies(wait=False)
-    while not branching.sessions._rows[0].spent:
-        branching.sessions.replies(wait=False)
+        while branching.sessions._by_number[0].number < min(number + 1, 8):
+            branching.driven.events(wait=False)
+    while not branching.sessions._by_number[0].spent:
+        branching.driven.events(wait=False)
     branching.pool.returned = {0: Answer(None, "the agent raised BadRequestError: ", 0.0, "")}
     [reply] = branching.replies()
     assert reply.failed and reply.drops and reply.token_ids == (END_ID, END_ID)
@@ -447,7 +450,7 @@ def test_a_row_that_recovers_is_not_cut(branching: Rows) -> None:
     said(main)
     refused = branching.ask({"role": "user", "content": "1" * 60})
     while not refused.done():
-        branching.sessions.replies(wait=False)
+        branching.driven.events(wait=False)
     error = refused.result().json()["error"]
     assert error["code"] == "context_length_exceeded" and "no token is left for an answer" in error["message"]
     branching.ask(OTHER)
@@ -465,7 +468,7 @@ def test_the_turns_of_all_branches_count(branching: Rows) -> None:
         assert reply.branch == number
     refused = branching.ask({"role": "user", "content": "8"})
     while not refused.done():
-        branching.sessions.replies(wait=False)
+        branching.driven.events(wait=False)
     assert refused.result().json()["error"]["code"] == "turns_used_up"
     speak(branching, THREE, 3)
     branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
@@ -479,3 +482,34 @@ def test_what_would_be_a_branch_is_told_where_rows_have_none(rows: Rows) -> None
     assert rows.replies()[0].failed
     message = refused.result(60).json()["error"]["message"]
     assert message.endswith("data.environment.earlier_turns: branch begins another sequence of the row then")
+
+
+LOST = Answer(None, "the process that called it ended with status 3", 0.0, "", lost=True)
+
+
+def test_an_agent_starts_again_where_its_process_ends_before_the_model_has_answered() -> None:
+    """With its URL and its room; once it has an answer, the row fails."""
+    rows = Rows()
+    rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
+    rows.pool.returned = {0: LOST}
+    assert rows.replies() == [TurnEvent(0, drops=True)] and len(rows.pool.urls) == 2
+    assert rows.pool.urls[0] == rows.pool.urls[1] and rows.pool.finished == [0]
+    first = rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
+    rows.driven.said(0, THREE, truncated=False)
+    assert said(first)["content"] == "3"
+    rows.pool.returned = {1: LOST}
+    [reply] = rows.replies()
+    assert reply.failed and rows.pool.finished == [0, 1]
+    rows.door.close()
+
+
+def test_agents_run_when_the_engine_has_room() -> None:
+    """An agent that has not asked yet is about to."""
+    rows = Rows(3, room=1)
+    rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)] and len(rows.pool.urls) == 1
+    rows.driven.said(0, THREE, truncated=False)
+    assert rows.driven.events(wait=False) == [] and len(rows.pool.urls) == 2
+    rows.door.close()

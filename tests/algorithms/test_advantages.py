@@ -11,6 +11,7 @@ from hybridflow.algorithms.advantages import (
     tokens_in_mask,
     whiten,
 )
+from tests.counted import CountedOperations
 
 # Two sequences: two prompt and three response tokens, then one prompt and two response tokens.
 LENGTHS = torch.tensor([5, 3])

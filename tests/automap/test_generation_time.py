@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.automap.generation_time import Responses, decode_cost, decode_step, generation_cost, prefill_cost
 from hybridflow.automap.role_time import Model, Pass
-from hybridflow.parallel.layout import WHOLE
+from hybridflow.parallel.layout import Cut
 from tests.automap.round_profile import device, overheads, small_spec
 
 
@@ -87,6 +87,6 @@ def test_the_longest_response_is_waited_for() -> None:
 def test_a_generation_is_prefill_and_decode() -> None:
     own = device(overheads=overheads(engine_wake=3.0))
     plain = model()
-    found = generation_cost(small_spec(), cut=WHOLE, pp=1, dtype="float32", responses=responses(), device=own)
+    found = generation_cost(small_spec(), cut=Cut(), pp=1, dtype="float32", responses=responses(), device=own)
     both = prefill_cost(plain, 1, responses()).seconds + decode_cost(plain, 1, responses()).seconds
     assert found.seconds == pytest.approx(3.0 + both)

@@ -169,13 +169,14 @@ def wrap_stages(stages: Stages) -> None:
     for name in ("_joined", "packed"):
         if hasattr(generation, name):
             stages.wrap(generation, name, "prompts and responses packed")
-    for name in ("summed", "wholes"):
-        stages.wrap(Exchange, name, "exchange")
+    for name in ("summed", "wholes", "sum", "gather_all"):
+        if hasattr(Exchange, name):
+            stages.wrap(Exchange, name, "exchange")
     for module in (run, bookkeeping):
         stages.wrap(module, "check_finite", "finite checks")
     stages.wrap(Scorer, "scores", "calls of functions")
     stages.wrap(RolloutCalls, "submit", "calls of functions")
-    for name in ("on_response", "begin", "settle", "deal_out_remaining"):
+    for name in ("on_response", "begin", "settle", "assign_rest"):
         if hasattr(OverlappedScoring, name):
             stages.wrap(OverlappedScoring, name, "calls of functions")
     stages.wrap(bookkeeping.Bookkeeping, "agree_on", "agreement on the batch")
@@ -188,7 +189,7 @@ def wrap_stages(stages: Stages) -> None:
 
 
 class Model:
-    """Numbers for every response token; a step that nobody takes."""
+    """Numbers for the response tokens of one of REPLICAS replicas; a step that nobody takes."""
 
     training_model = records = None
     _alone, lr = False, 1e-4
@@ -211,12 +212,10 @@ class Model:
         from hybridflow.roles.base import Role
 
         with self._stages.stage("rows of replicas"):
-            Role._rows_of_replicas(self, batch, some)
+            rows = Role._rows_of_replicas(self, batch, some)[0]
         with self._stages.stage(STAND_IN):
-            where = batch.response_mask.nonzero().flatten()
-            if some is not None:
-                own = token_index(batch.lengths, some)
-                where = own[batch.response_mask[own]]
+            own = token_index(batch.lengths, torch.tensor(rows))
+            where = own[batch.response_mask[own]]
             return PartialTensor(len(batch.input_ids), where, -torch.rand(len(where)))
 
     values = log_probs

@@ -79,8 +79,8 @@ def works(dtype: torch.dtype) -> list[tuple[str, Callable[[], Tensor], list[floa
     found = []
     for name, (alone, groups) in SHAPES.items():
         lengths = (*alone, *(prompt for prompt, _ in groups), *(x for _, rest in groups for x in rest))
-        shared = SharedPrompts.of(groups, start=sum(alone), device=CPU) if groups else None
-        packed = PackedSequences.of(lengths, CPU, shared)
+        shared = SharedPrompts.from_lengths(groups, start=sum(alone), device=CPU) if groups else None
+        packed = PackedSequences.from_lengths(lengths, CPU, shared)
         pairs = sum(x * x / 2 for x in lengths) + sum(prompt * sum(rest) for prompt, rest in groups)
         work = bound(
             lambda q, k, v, packed=packed: attention_functions(dtype).attend(q, k, v, packed=packed, scale=DIMS**-0.5),

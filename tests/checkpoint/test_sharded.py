@@ -13,7 +13,7 @@ from hybridflow.architecture.weights import model_weights, stored_at
 from hybridflow.convert.main import main
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.convert.verify import verify
-from hybridflow.parallel.layout import WHOLE
+from hybridflow.parallel.layout import Cut
 from tests.checkpoint.layouts import MODELS
 from tests.checkpoint.sharded_worker import CASES
 from tests.launch import run_ranks
@@ -124,7 +124,7 @@ def huggingface_form(memory: dict[str, Tensor], spec: ModelSpec) -> dict[str, Te
     for weight in model_weights(spec, "score"):
         found |= dict(
             zip(
-                weight.hf, whole_parts(weight, [memory[weight.megatron]], spec, WHOLE.places(weight.group)), strict=True
+                weight.hf, whole_parts(weight, [memory[weight.megatron]], spec, Cut().places(weight.group)), strict=True
             )
         )
     return found

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hybridflow.data.chat import rendered
+from hybridflow.data.chat import render_chats
 from hybridflow.data.rows import RowError
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from tests.data.test_prompts import word_tokenizer
@@ -62,7 +62,7 @@ def chat(template: str, turns: str = "auto") -> ChatTemplate:
 
 
 def said(template: str, messages: list, *, turns: str = "together", **options: int) -> list[str]:
-    (found,) = rendered(messages, chat(template, turns), "a, line 1: messages", **options)
+    (found,) = render_chats(messages, chat(template, turns), "a, line 1: messages", **options)
     return [found.text[start:end] for start, end in found.spans]
 
 
@@ -77,7 +77,7 @@ def test_the_assistant_says_its_messages_and_their_ends(template, end) -> None:
 
 
 def test_the_text_is_the_whole_conversation() -> None:
-    assert rendered(TALK[:3], chat(LLAMA3), "a")[0].text == (
+    assert render_chats(TALK[:3], chat(LLAMA3), "a")[0].text == (
         "<bos><|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\ntwo<|eot_id|>"
@@ -131,7 +131,7 @@ def test_a_tokenizer_without_a_template_and_a_template_that_raises() -> None:
     without = word_tokenizer()
     without.chat_template = None
     with pytest.raises(RowError, match="a: the tokenizer has no chat template"):
-        rendered(TALK, ChatTemplate(without), "a")
+        render_chats(TALK, ChatTemplate(without), "a")
     for template in (CHATML, MARKED):
         with pytest.raises(
             RowError, match="a, line 1: messages: the tokenizer's chat template cannot render it: no one"

@@ -19,7 +19,9 @@ NINE_ID = "AB12cd34E"
 def continuations(kind: str, mode: EarlierTurns = "keep") -> Continuations:
     tokenizer = tokenizer_of(KINDS[kind])
     ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|eos|>"])
-    return Continuations.of(ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns=mode, ends=ends)
+    return Continuations.from_template(
+        ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns=mode, ends=ends
+    )
 
 
 def behind(
@@ -99,7 +101,7 @@ def test_a_role_that_ends_a_turn_is_written_once_and_another_is_not_taken_for_it
 def test_a_next_role_that_ends_no_turn_is_told() -> None:
     tokenizer = tokenizer_of(KINDS["next role"])
     with pytest.raises(ConfigError, match=r"'<\|user\|>' of the next message is no end token .*generation_config"):
-        Continuations.of(ChatTemplate(tokenizer), (), None, ends=[tokenizer.eos_token_id])
+        Continuations.from_template(ChatTemplate(tokenizer), (), None, ends=[tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize("kind", ["plain", "forgets", "channels"])
@@ -160,6 +162,6 @@ def test_equal_answers_are_each_there() -> None:
     assert found.count("TWELVE") == 2
     once = KINDS["plain"].replace("{% for m in messages %}", "{% for m in messages[:3] %}")
     tokenizer = tokenizer_of(once)
-    its = Continuations.of(ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns="keep")
+    its = Continuations.from_template(ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns="keep")
     with pytest.raises(RowError, match=r"messages\[3\]: .* leaves out this message of the role 'tool', 'TWELVE'"):
         behind(its, [ASK, calls("add", {"n": 1})], two)

@@ -117,7 +117,7 @@ def test_bad_rows_are_errors_or_left_out(tmp_path: Path, kind: str, row: Any, ex
         load(path, kind)
     assert str(raised.value).startswith(f"{path}, line 2: {expected}")
     dataset = load(path, kind, bad_rows="drop", overlong="drop")
-    assert (len(dataset), dataset.num_dropped) == (2, 1)
+    assert (len(dataset), dataset.dropped.num_rows) == (2, 1)
     assert len(dataset.examples([0, 1])) == 2
 
 

@@ -4,7 +4,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import Row, RowError
 from hybridflow.data.sources import open_files
 
@@ -18,31 +18,33 @@ VERL = {
 
 def test_names_of_the_config_stand_for_those_of_the_file() -> None:
     row = Row("a, line 1", {"question": "why?", "solution": "7", "level": 2})
-    assert named(row, {"prompt": "question", "answer": "solution"}).fields == {
+    assert rename_fields(row, {"prompt": "question", "answer": "solution"}).fields == {
         "prompt": "why?",
         "answer": "7",
         "level": 2,
     }
-    assert named(row, {}).fields == row.fields
+    assert rename_fields(row, {}).fields == row.fields
 
 
 def test_dots_lead_into_nested_fields_which_stay() -> None:
-    found = named(Row("a", VERL), {"answer": "reward_model.ground_truth", "index": "extra_info.index"}).fields
+    found = rename_fields(Row("a", VERL), {"answer": "reward_model.ground_truth", "index": "extra_info.index"}).fields
     assert found == VERL | {"answer": "7", "index": 3, "ground_truth": "7"}
-    assert named(Row("a", {"x.y": 1, "x": {"y": 2}}), {"z": "x.y"}).fields == {"x": {"y": 2}, "z": 1}
+    assert rename_fields(Row("a", {"x.y": 1, "x": {"y": 2}}), {"z": "x.y"}).fields == {"x": {"y": 2}, "z": 1}
 
 
 def test_names_may_be_exchanged() -> None:
-    assert named(Row("a", {"chosen": 1, "rejected": 2}), {"chosen": "rejected", "rejected": "chosen"}).fields == {
+    assert rename_fields(
+        Row("a", {"chosen": 1, "rejected": 2}), {"chosen": "rejected", "rejected": "chosen"}
+    ).fields == {
         "chosen": 2,
         "rejected": 1,
     }
 
 
 def test_the_ground_truth_of_verl_has_its_name() -> None:
-    assert named(Row("a", VERL), {}).fields == VERL | {"ground_truth": "7"}
-    assert named(Row("a", VERL | {"ground_truth": 8}), {}).fields["ground_truth"] == 8
-    assert "ground_truth" not in named(Row("a", {"reward_model": "text"}), {}).fields
+    assert rename_fields(Row("a", VERL), {}).fields == VERL | {"ground_truth": "7"}
+    assert rename_fields(Row("a", VERL | {"ground_truth": 8}), {}).fields["ground_truth"] == 8
+    assert "ground_truth" not in rename_fields(Row("a", {"reward_model": "text"}), {}).fields
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_the_ground_truth_of_verl_has_its_name() -> None:
 )
 def test_what_is_missing_lists_what_is_there(columns, message) -> None:
     with pytest.raises(RowError) as raised:
-        named(Row("a.parquet, row 3", VERL), columns)
+        rename_fields(Row("a.parquet, row 3", VERL), columns)
     assert str(raised.value) == f"a.parquet, row 3: {message}"
 
 
@@ -87,7 +89,7 @@ CALLS = {
 
 def test_nulls_that_a_format_fills_in_do_not_reach_a_template() -> None:
     """At any depth of messages, tools and arguments; reward functions get what was read."""
-    found = named(Row("a", CALLS, fills_nulls=True), {}).fields
+    found = rename_fields(Row("a", CALLS, fills_nulls=True), {}).fields
     assert found["messages"] == [
         {"role": "user", "content": "why?"},
         {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
@@ -97,7 +99,7 @@ def test_nulls_that_a_format_fills_in_do_not_reach_a_template() -> None:
 
 
 def test_nulls_that_a_person_wrote_stay() -> None:
-    assert named(Row("a", CALLS), {}).fields == CALLS
+    assert rename_fields(Row("a", CALLS), {}).fields == CALLS
 
 
 def test_rows_of_parquet_say_that_their_nulls_are_filled_in(tmp_path) -> None:
@@ -105,4 +107,4 @@ def test_rows_of_parquet_say_that_their_nulls_are_filled_in(tmp_path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"tools": [{"a": 1}]}, {"tools": [{"b": 2}]}]), path)
     (first, second) = open_files(path, "data.train").rows_at([0, 1])
     assert first.fields == {"tools": [{"a": 1, "b": None}]}
-    assert [named(row, {}).fields for row in (first, second)] == [{"tools": [{"a": 1}]}, {"tools": [{"b": 2}]}]
+    assert [rename_fields(row, {}).fields for row in (first, second)] == [{"tools": [{"a": 1}]}, {"tools": [{"b": 2}]}]

@@ -137,11 +137,11 @@ def test_ids_are_nine_letters_for_both_sides() -> None:
     two = calls("add", {}) | {"tool_calls": [calls("add", {"n": n}, f"call_{n}")["tool_calls"][0] for n in (1, 2)]}
     bare = {key: value for key, value in result("TWELVE").items() if key != "tool_call_id"}
     form = FORMS["nine"]
-    written = form.written([ASK, two, result("a", "call_2"), result("b", "call_1")])
+    written = form.as_read([ASK, two, result("a", "call_2"), result("b", "call_1")])
     assert [call["id"] for call in written[1]["tool_calls"]] == [short_id("call_1"), short_id("call_2")]
     assert [message["tool_call_id"] for message in written[2:]] == [short_id("call_2"), short_id("call_1")]
-    assert written == form.written(written)
-    assert [its["tool_call_id"] for its in form.written([ASK, two, bare, bare])[2:]] == [
+    assert written == form.as_read(written)
+    assert [its["tool_call_id"] for its in form.as_read([ASK, two, bare, bare])[2:]] == [
         short_id("call_1"),
         short_id("call_2"),
     ]

@@ -11,7 +11,7 @@ from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.environment import EnvironmentInputs
-from hybridflow.data.left_out import dropped_metrics, left_out
+from hybridflow.data.left_out import dropped_metrics, left_out_lines
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.errors import DataError
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def load(path: Path, pool: GivenStarts) -> PromptDataset:
-    continues = Continuations.of(ChatTemplate(TOKENIZER), (), end_of_turn(TOKENIZER))
+    continues = Continuations.from_template(ChatTemplate(TOKENIZER), (), end_of_turn(TOKENIZER))
     inputs = EnvironmentInputs(pool, continues)
     return load_prompts(
         path,
@@ -67,7 +67,7 @@ def test_a_row_that_does_not_start_is_passed_over(what: str, told: str, path: Pa
     pool = GivenStarts("fail_row")
     getattr(pool, what).update({2, 6})
     prompts = load(path, pool)
-    [line] = left_out("data.train", prompts.rows, "too long")
+    [line] = left_out_lines("data.train", prompts.rows, "too long")
     assert line.startswith("data.train: 2 of 8 rows do not start now") and told in line
     order = prompts.order(0, False)
     drawn = [prompts.draw(order, 4), prompts.draw(order, 4)]

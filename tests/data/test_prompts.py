@@ -99,7 +99,7 @@ def test_prompts_and_columns_are_read(prompt_file) -> None:
     assert token_ids(dataset) == [ids("what is one"), ids("why")]
     assert everything(dataset).texts == ("what is one", "why")
     assert everything(dataset).columns == {"answer": (1, 2), "tags": (["a"], [])}
-    assert dataset.num_dropped == 0
+    assert dataset.dropped.num_rows == 0
 
 
 def test_the_prompt_key_is_the_configs(prompt_file) -> None:
@@ -165,7 +165,7 @@ def test_overlong_prompts_are_dropped_with_their_columns(prompt_file) -> None:
     assert everything(dataset).texts == ("what is", "why")
     assert token_ids(dataset) == [ids("what is"), ids("why")]
     assert everything(dataset).columns == {"answer": (0, 2)}
-    assert dataset.num_dropped == 1
+    assert dataset.dropped.num_rows == 1
 
 
 def test_special_tokens_count_towards_the_length_and_a_stripped_end_token_does_not(prompt_file) -> None:
@@ -225,7 +225,7 @@ def test_chunks_do_not_show(prompt_file, monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(DataError, match="line 21: the prompt has 11 tokens"):
                 load(prompt_file(*rows, {"prompt": "why " * 11, "answer": 1}))
             dataset = load(prompt_file(*rows, {"prompt": "why " * 11, "answer": 1}), max_length=4, overlong="drop")
-            assert (len(dataset), dataset.num_dropped) == (16, 5)
+            assert (len(dataset), dataset.dropped.num_rows) == (16, 5)
 
 
 MEASURE = """

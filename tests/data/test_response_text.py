@@ -19,7 +19,7 @@ def tokenizer(template: str | None, *, content: list[str] = CONTENT) -> PreTrain
 
 
 def text_of(made: PreTrainedTokenizerFast, tokens: list[str], special_tokens: str, ends: tuple[int, ...] = ()) -> str:
-    texts = ResponseTexts.of(made, ends, special_tokens=special_tokens)
+    texts = ResponseTexts.from_tokenizer(made, ends, special_tokens=special_tokens)
     return texts.text([made.convert_tokens_to_ids(token) for token in tokens]).replace(" ", "")
 
 
@@ -51,7 +51,9 @@ def test_what_ends_a_response_is_no_content_whatever_the_template_says() -> None
 def test_without_content_tokens_the_text_is_what_transformers_makes_of_it() -> None:
     made = tokenizer(CHATML, content=[])
     ids = made.convert_tokens_to_ids(["one", "two", "<|im_end|>"])
-    assert ResponseTexts.of(made, (), special_tokens="content").text(ids) == made.decode(ids, skip_special_tokens=True)
+    assert ResponseTexts.from_tokenizer(made, (), special_tokens="content").text(ids) == made.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 def test_a_template_that_refuses_is_none() -> None:

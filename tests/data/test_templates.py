@@ -160,8 +160,8 @@ def test_all_that_ends_a_response(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, end]}))
     found = end_tokens(tmp_path, made, 99, template=True)
     assert found.ids == tuple(sorted({4, 5, end, turn})) and found.of_template == turn
-    assert f"'<|im_end|>' ({turn}) by the chat template" in found.told(made)
-    assert f"({end}) by generation_config.json, the tokenizer" in found.told(made)
+    assert f"'<|im_end|>' ({turn}) by the chat template" in found.described(made)
+    assert f"({end}) by generation_config.json, the tokenizer" in found.described(made)
     assert turn not in end_tokens(tmp_path, made, 99, template=False).ids
 
 

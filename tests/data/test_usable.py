@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.data import DataFiles, SourceConfig
-from hybridflow.data.left_out import left_out
+from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.sources import open_files
@@ -43,7 +43,7 @@ def draw(dataset: PromptDataset, counts: list[int], *, seed: int = 0, shuffle: b
 
 def test_what_is_wrong_is_left_out_at_the_start(tmp_path) -> None:
     dataset = load(write(tmp_path / "a.jsonl"), checked=1 << 20)
-    assert (len(dataset), dataset.num_dropped, dataset.rows.is_checked) == (8, 4, True)
+    assert (len(dataset), dataset.dropped.num_rows, dataset.rows.is_checked) == (8, 4, True)
     assert dataset.dropped.counts == {"too long": 2, "not JSON": 2}
     assert draw(dataset, [8], shuffle=False)[:2] == ([0, 1, 2, 4, 6, 8, 9, 11], 8)
     kept = [0, 1, 2, 4, 6, 8, 9, 11]
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_left_out_at_the_start(tmp_path) -> None:
 
 def test_what_is_wrong_is_passed_over_when_its_turn_comes(tmp_path) -> None:
     dataset = load(write(tmp_path / "a.jsonl"), checked=0)
-    assert (len(dataset), dataset.num_dropped, dataset.rows.is_checked) == (NUM_ROWS, 0, False)
+    assert (len(dataset), dataset.dropped.num_rows, dataset.rows.is_checked) == (NUM_ROWS, 0, False)
     rows, position, passed = draw(dataset, [3, 3, 4], shuffle=False)
     assert (rows, position) == ([0, 1, 2, 4, 6, 8, 9, 11, 0, 1], 14)
     assert [its.counts for its in passed] == [{}, {"too long": 2, "not JSON": 1}, {"not JSON": 1}]
@@ -136,22 +136,22 @@ def test_a_source_of_which_nothing_is_left_is_refused(tmp_path) -> None:
 
 def test_what_is_printed_once(tmp_path) -> None:
     path = write(tmp_path / "a.jsonl")
-    assert left_out("data.train", load(path, checked=1 << 20).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=1 << 20).rows, "prompts longer than a limit") == [
         "data.train: left out 2 of 12 prompts longer than a limit",
         like(
             "data.train: left out 2 of 12 rows that cannot be used: 2 not JSON (first: "
             f"{path}, line 6: is not JSON: Expecting property name enclosed in double quotes at column 2)"
         ),
     ]
-    assert left_out("data.train", load(path, checked=1).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=1).rows, "prompts longer than a limit") == [
         like("data.train: 0.00 GB are more than data.checked_mib. Each of the 12 rows is checked on use")
     ]
     # of an environment, whatever the size: a row is begun when it is drawn
-    assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
         "data.train: each of the 12 rows is checked on use"
     ]
     clean = write(tmp_path / "b.jsonl", long=(), broken=())
-    assert left_out("data.train", load(clean, checked=1 << 20).rows, "too long") == []
+    assert left_out_lines("data.train", load(clean, checked=1 << 20).rows, "too long") == []
 
 
 def test_a_large_file_is_there_at_once_and_costs_a_number_a_row(tmp_path) -> None:

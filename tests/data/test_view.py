@@ -10,7 +10,7 @@ from hybridflow.cli.data import main
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import of_examples
+from hybridflow.data.understood import example_summary
 from hybridflow.data.view import histogram, marked
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like
@@ -178,6 +178,6 @@ def test_pairs_that_repeat_their_prompt_are_told(inputs, tmp_path, chosen, told)
         }
     )
     tokenizer = load_tokenizer(inputs / "policy")
-    lines = of_examples(config, load_rows(config.data.train, tokenizer, config, 1000), tokenizer)
+    lines = example_summary(config, load_rows(config.data.train, tokenizer, config, 1000), tokenizer)
     found = [line.removesuffix(". Leave the prompt out of one of the two columns") for line in lines if "twice" in line]
     assert found == told

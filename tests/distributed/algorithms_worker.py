@@ -94,7 +94,7 @@ def shared_and_not(roles: Roles, world: RunContext) -> dict[str, Tensor]:
     for kind, indices in (("shared", rollout.prompt_indices), ("not", torch.arange(len(rollout)))):
         batch = Targets(**vars(replace(rollout, prompt_indices=indices)), targets=noise)
         told = [roles.actor.log_probs(batch), roles.critic.values(batch)]
-        found |= dict(zip((f"{kind}/log_probs", f"{kind}/values"), world.exchange.wholes(told), strict=True))
+        found |= dict(zip((f"{kind}/log_probs", f"{kind}/values"), world.exchange.gather_all(told), strict=True))
         for role in roles.trained():
             role.training_model.zero_gradients()
         roles.actor.accumulate(batch, PolicyObjective(lambda log_probs, _, tokens: (log_probs * tokens.targets, {})))

@@ -19,7 +19,7 @@ def main(config: str, out: Path) -> None:
     trainer.fit(num_iterations=1)
     prompts = trainer.inputs.train.batch(list(range(4)))
     responses = trainer.generation.greedy_responses(prompts)
-    log_probs = trainer.exchange.whole(trainer.roles.actor.log_probs(responses))
+    log_probs = trainer.exchange.gather(trainer.roles.actor.log_probs(responses))
     if trainer.platform.rank == 0:
         fields = {name: getattr(responses, name) for name in ("input_ids", "lengths", "prompt_lengths")}
         torch.save(fields | {"log_probs": log_probs}, out / "responses.pt")

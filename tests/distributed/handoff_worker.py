@@ -82,7 +82,7 @@ def check(trainer: OnlineTrainer, model: Path, dtype: str) -> dict:
     responses = trainer.generation.greedy_responses(prompts)
     restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.roles.actor.weights().items())
     del before
-    log_probs = trainer.exchange.whole(trainer.roles.actor.log_probs(responses))
+    log_probs = trainer.exchange.gather(trainer.roles.actor.log_probs(responses))
     difference = (log_probs - responses.rollout_log_probs).abs().max()
     record = {"restored": restored, "log_prob_difference": float(difference), "copies": weight_copies(trainer)}
     record["num_cached"] = sum(length > BLOCK for length in prompts.lengths.tolist())

@@ -47,10 +47,10 @@ def run_case(case: Case, models: Path, budget: int, world: RunContext) -> list[t
     actor = Actor(placed.actor, temperature=temperature, world=world, routing=sizes)
     batch = actor.records.take(batch, experts)
     actor.begin_iteration(1, 1)
-    ref_log_probs, log_probs = world.exchange.wholes([reference.log_probs(batch), actor.log_probs(batch)])
+    ref_log_probs, log_probs = world.exchange.gather_all([reference.log_probs(batch), actor.log_probs(batch)])
     differ = routing_metrics(actor, world.exchange)["rollout/experts_differ"]
     actor.training_model.zero_gradients()
-    loss = world.exchange.summed(actor.accumulate(batch, negative_log_likelihood()))[0]
+    loss = world.exchange.sum(actor.accumulate(batch, negative_log_likelihood()))[0]
     gradients = whole(actor, lambda p: p.main_grad)
     actor.begin_iteration(1, 1)
     actor.update(batch, negative_log_likelihood())

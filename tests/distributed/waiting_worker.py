@@ -62,8 +62,8 @@ def scored_by_new_weights(trainer: OnlineTrainer) -> tuple[float, float]:
     with asked("all compute ahead"):
         rollout = run.generate()
     kl = []
-    for become in (lambda actor: None, run.reference.become):
-        become(run.actor)
+    for update in (lambda actor: None, run.reference.copy_weights):
+        update(run.actor)
         known = run.whole(p=run.actor.log_probs(rollout), q=run.reference.log_probs(rollout))
         kl.append(float((known.p - known.q).abs().max()))
     trainer.book.abandon(run, state)
@@ -129,4 +129,4 @@ def gathered(trainer: OnlineTrainer, value: float) -> list[float]:
     """Of every rank."""
     own = torch.zeros(trainer.platform.world_size, dtype=torch.float64)
     own[trainer.platform.rank] = value
-    return trainer.exchange.summed(own).tolist()
+    return trainer.exchange.sum(own).tolist()

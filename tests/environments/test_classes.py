@@ -70,7 +70,7 @@ def test_a_text_is_the_class_alone() -> None:
 def continuations(template: str, *, earlier_turns: EarlierTurns = "refuse", tools: bool = False) -> Continuations:
     tokenizer = make_tokenizer(template)
     schemas, end = described(f"{USERS}:Talk", {}).schemas if tools else (), tokenizer.convert_tokens_to_ids(END)
-    return Continuations.of(ChatTemplate(tokenizer), schemas, end, earlier_turns=earlier_turns)
+    return Continuations.from_template(ChatTemplate(tokenizer), schemas, end, earlier_turns=earlier_turns)
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -133,7 +133,7 @@ def test_a_template_that_keeps_earlier_turns_begins_no_other_sequence() -> None:
 
 def test_a_template_without_an_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="by no special token"):
-        Continuations.of(ChatTemplate(make_tokenizer()), (), None)
+        Continuations.from_template(ChatTemplate(make_tokenizer()), (), None)
 
 
 def test_a_template_that_reads_no_tools_is_refused() -> None:

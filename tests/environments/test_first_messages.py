@@ -46,11 +46,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_row_that_is_drawn_begins_once_however_many_ranks_there_are(num_ranks: int, config: Path) -> None:
-    """And once more for each row of the rollout, on the rank that leads the engine."""
+    """And once more for each row of the rollout, on the rank that leads the engine. The next draw begins ahead."""
     noted = config.parent / f"started_{num_ranks}"
     environment = named("Noted", arguments={"file": str(noted)}, max_turns=1, max_turn_tokens=4)
     run_ranks(num_ranks, "hybridflow.train", config, environment, f"name=on_{num_ranks}")
-    drawn = LOOKED_AT + NUM_ITERATIONS * NUM_PROMPTS
+    drawn = LOOKED_AT + (NUM_ITERATIONS + 1) * NUM_PROMPTS
     assert len(noted.read_text().splitlines()) == drawn + NUM_ITERATIONS * NUM_PROMPTS * NUM_SAMPLES
 
 

@@ -188,3 +188,21 @@ def test_a_row_that_ends_is_closed(pool: EnvironmentPool, tmp_path: Any) -> None
     while not (tmp_path / "closed").exists() and time.monotonic() < until:
         pool.answers(0.1)
     assert (tmp_path / "closed").exists()
+
+
+def test_rows_that_were_started_ahead_do_not_start_again() -> None:
+    """The answers of other calls do not get lost meanwhile; what was started and is not asked for ends."""
+    pool = pool_of("Talk")
+    ahead = [{"question": question} for question in ("1+1=", "2+2=", "3+3=")]
+    pool.start_ahead(ahead)
+    row, ticket = pool.start({"question": "9+9="}, seed="1")
+    found: dict = {}
+    while ticket not in found:
+        found |= pool.answers(60.0)
+    assert found.keys() == {ticket} and found[ticket].value == {"messages": [{"role": "user", "content": "9+9="}]}
+    pool.finish(row)
+    before = pool._num_rows
+    answers = pool.first_messages([ahead[1], {"question": "4+4="}, ahead[0]])
+    assert [answer.value["messages"][0]["content"] for answer in answers] == ["2+2=", "4+4=", "1+1="]
+    assert pool._num_rows == before + 1 and pool._ahead == {} and pool._kept == {}
+    pool.close()

@@ -22,6 +22,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
 from tests.data.kinds_of_templates import KINDS, PLAIN, TOOLS, tokenizer_of
+from tests.rollout.turn_rows import DrivenRows
 
 TALK = "tests.environments.classes_of_users:Talk"
 ASK = {"role": "user", "content": "1+1="}
@@ -30,6 +31,8 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 class HerePool:
     """In the pool's place: the class is called in this process."""
+
+    most_at_once = 1
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config, self._class, self._waiting = config, Instances(TALK, {}, ()), dict[int, Answer]()
@@ -55,17 +58,18 @@ def written(template: str, said: str, capsys: pytest.CaptureFixture[str]) -> tup
     """What stands behind the model's turn, and the counts of the rollout."""
     tokenizer, schemas = tokenizer_of(template), described(TALK, {}).schemas
     config = EnvironmentConfig(**{"class": TALK, "earlier_turns": "keep"})
-    continues = Continuations.of(ChatTemplate(tokenizer), schemas, end_of_turn(tokenizer), earlier_turns="keep")
+    continues = Continuations.from_template(
+        ChatTemplate(tokenizer), schemas, end_of_turn(tokenizer), earlier_turns="keep"
+    )
     parser = ToolCallParser("hermes", tokenizer, schemas)
     shared = Environments(HerePool(config), continues, parser, tokenizer.decode, frozenset({continues.end}), rank=0)
     ids = torch.tensor(continues.first_tokens([ASK], {}))
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {"question": ("1+1=",)}, ([ASK],))
-    rows = shared.conversations(prompts, torch.tensor([1]), always(9000), (1,))
-    rows.begin([0])
-    rows.replies(wait=False)
+    rows = DrivenRows(shared.conversations(prompts, torch.tensor([1]), always(9000), (1,)), [ids.tolist()])
+    rows.events(wait=False)
     turn = [*tokenizer(said, add_special_tokens=False)["input_ids"], continues.end]
-    rows.said(0, turn, [-0.5] * len(turn), truncated=False)
-    [reply] = rows.replies(wait=True)
+    rows.said(0, turn, truncated=False)
+    [reply] = rows.events(wait=True)
     assert not reply.failed, capsys.readouterr().err
     return tokenizer.decode(list(reply.token_ids)), shared
 
@@ -118,7 +122,7 @@ def test_a_parser_of_another_model_is_told(template: str, name: str, problem: st
     tokenizer = tokenizer_of(template if "tools" in template else TOOLS + template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     [schema, *_] = described(TALK, {}).schemas
-    continues = Continuations.of(ChatTemplate(tokenizer), (), end_of_turn(tokenizer))
+    continues = Continuations.from_template(ChatTemplate(tokenizer), (), end_of_turn(tokenizer))
     told = unread_calls(continues, schema, ToolCallParser(name, tokenizer, [schema]), name, [continues.end])
     assert told is None if problem is None else re.search(problem, told or "")
 

@@ -58,7 +58,7 @@ class Run:
 
     def generate(self) -> RolloutBatch:
         """A row is its prompt, once or twice, and the number of its sample."""
-        samples = {prompt: self.samples.at(1 + prompt % 2) for prompt in self.prompt_rows}
+        samples = {prompt: self.samples.for_length(1 + prompt % 2) for prompt in self.prompt_rows}
         rows = [[prompt] * (1 + prompt % 2) + [i] for prompt, count in samples.items() for i in range(count)]
         lengths = torch.tensor([len(row) for row in rows])
         prompt_lengths = lengths - 1
@@ -178,7 +178,9 @@ def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: Leng
     run.samples = LengthBuckets((1,), (2, 3))
     sampled(run, DynamicSampling())
     assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
-    later = Run({4: (0.0, 1.0, 2.0)[: sizes.at(1)], 5: (0.0, 1.0, 2.0)[: sizes.at(2)]}, count=2, state=run.state)
+    later = Run(
+        {4: (0.0, 1.0, 2.0)[: sizes.for_length(1)], 5: (0.0, 1.0, 2.0)[: sizes.for_length(2)]}, count=2, state=run.state
+    )
     later.samples = sizes
     sampled(later, DynamicSampling())
     assert later.prompt_rows == ((3, 4) if goes_on else (4, 5))
@@ -227,7 +229,9 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     later = Routed(run._scores, count=2, state=state, records=after)
     rollout, _ = sampled(later, DynamicSampling())
     assert later.prompt_rows[0] == 3 and rollout.has_routing
-    experts = after.of_rows(rollout, [list(range(len(rollout)))]).at(torch.arange(len(rollout.input_ids))).experts
+    experts = (
+        after.of_rows(rollout, [list(range(len(rollout)))]).for_tokens(torch.arange(len(rollout.input_ids))).experts
+    )
     assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
     plain = with_records(load_state(tmp_path).state, None).surplus
     assert plain is not None and not {"routed_experts", "record_ids"} & plain.tensors.keys()

@@ -83,10 +83,10 @@ def attention_of_packed_sequences(device: torch.device, folder: Path) -> list[Li
         shapes = [(sum(lengths), count, size) for count in (heads, kv_heads, kv_heads)]
         exact = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-        packed = PackedSequences.of(lengths, torch.device("cpu"))
+        packed = PackedSequences.from_lengths(lengths, torch.device("cpu"))
         expected = _gradients(attention_by_length, exact, weight, packed)
         for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
-            packed = PackedSequences.of(lengths, device)
+            packed = PackedSequences.from_lengths(lengths, device)
             found = _gradients(
                 attention_functions(dtype).attend,
                 [x.to(device, dtype) for x in exact],
@@ -207,7 +207,7 @@ def _gradients(
 
 
 def _shared(lengths: tuple[int, ...], groups: Groups, start: int, device: torch.device) -> PackedSequences:
-    return PackedSequences.of(lengths, device, SharedPrompts.of(groups, start=start, device=device))
+    return PackedSequences.from_lengths(lengths, device, SharedPrompts.from_lengths(groups, start=start, device=device))
 
 
 def _with_copies(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:

@@ -103,7 +103,7 @@ def test_files_of_equal_content_are_no_conflict(tmp_path: Path, monkeypatch: pyt
     install(tmp_path, "three", "1", other="a")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     owners = Owners()
-    assert owners.of(str(tmp_path / "shared" / "licence.py")) == ["one", "two"]
+    assert owners.distributions_of(str(tmp_path / "shared" / "licence.py")) == ["one", "two"]
     assert owners.of_one_file() == []
     install(tmp_path, "four", "1", other="b")
     assert Owners().of_one_file() == [(("four", "three"), str(tmp_path / "other.py"))]

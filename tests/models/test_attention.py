@@ -93,7 +93,7 @@ LENGTHS = [(1,), (5,), (3, 3, 3), (6, 4, 4, 1, 1, 1), (2, 5, 2, 2)]
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_equals_naive_attention_forward_and_backward(lengths: tuple[int, ...], heads: int, kv_heads: int) -> None:
-    packed = PackedSequences.of(lengths, CPU)
+    packed = PackedSequences.from_lengths(lengths, CPU)
     leaves = [x.requires_grad_() for x in qkv(lengths, heads=heads, kv_heads=kv_heads)]
     actual = attention_by_length(*leaves, packed=packed, scale=SCALE)
     expected = naive_attention(*leaves, lengths)
@@ -112,7 +112,7 @@ def test_two_tokens_by_hand() -> None:
     query = torch.tensor([7.0, 1.0]).view(2, 1, 1)
     key = torch.tensor([0.0, 1.0986122886681098]).view(2, 1, 1)
     value = torch.tensor([10.0, 20.0]).view(2, 1, 1)
-    out = attention_by_length(query, key, value, packed=PackedSequences.of((2,), CPU), scale=1.0)
+    out = attention_by_length(query, key, value, packed=PackedSequences.from_lengths((2,), CPU), scale=1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5]))
 
 
@@ -120,7 +120,7 @@ def test_two_tokens_by_hand() -> None:
 @pytest.mark.parametrize("changed", range(4))
 def test_a_sequence_does_not_reach_another(changed: int, dtype: torch.dtype) -> None:
     lengths = (5, 3, 3, 2)
-    packed = PackedSequences.of(lengths, CPU)
+    packed = PackedSequences.from_lengths(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=2, dtype=dtype)
     before = attention_by_length(*inputs, packed=packed, scale=SCALE).split(lengths)
     for x in inputs:
@@ -131,7 +131,7 @@ def test_a_sequence_does_not_reach_another(changed: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("changed", range(5))
 def test_a_token_does_not_reach_the_tokens_before_it(changed: int) -> None:
-    packed = PackedSequences.of((5,), CPU)
+    packed = PackedSequences.from_lengths((5,), CPU)
     inputs = qkv((5,), heads=4, kv_heads=2)
     before = attention_by_length(*inputs, packed=packed, scale=SCALE)
     for x in inputs[1:]:
@@ -149,7 +149,7 @@ def test_a_token_does_not_reach_the_tokens_before_it(changed: int) -> None:
     ],
 )
 def test_packed_sequences_by_hand(lengths: tuple[int, ...], runs: list[tuple[int, int]], bounds: list[int]) -> None:
-    packed = PackedSequences.of(lengths, CPU)
+    packed = PackedSequences.from_lengths(lengths, CPU)
     assert packed.runs() == runs
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
@@ -159,7 +159,7 @@ def test_packed_sequences_by_hand(lengths: tuple[int, ...], runs: list[tuple[int
 @pytest.mark.parametrize(("given", "used"), [({}, 0.5), ({"softmax_scale": SCALE}, SCALE)])
 def test_the_module_takes_and_gives_megatrons_shapes(given: dict[str, float], used: float) -> None:
     lengths = (3, 2)
-    packed = PackedSequences.of(lengths, CPU)
+    packed = PackedSequences.from_lengths(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=2)
     module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", functions=FUNCTIONS, **given)
     angles = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
@@ -226,7 +226,7 @@ def test_neighbours_turn_together_and_the_rest_stays() -> None:
 
 def test_without_angles_nothing_turns() -> None:
     lengths = (3, 2)
-    packed = PackedSequences.of(lengths, CPU)
+    packed = PackedSequences.from_lengths(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=4)
     module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", functions=FUNCTIONS)
     out = module(*(x[:, None] for x in inputs), None, packed_seq_params=packed)

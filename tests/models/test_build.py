@@ -107,7 +107,7 @@ def our_attention(core: type[torch.nn.Module]) -> GroupedSelfAttention:
 
 def test_what_does_not_know_where_packed_sequences_end_is_refused() -> None:
     """State would go from one sample into the next, without an error."""
-    assert PackedSequences.of((3, 2), torch.device("cpu")).qkv_format is None
+    assert PackedSequences.from_lengths((3, 2), torch.device("cpu")).qkv_format is None
     ours = our_attention(PackedAttention)
     assert [layer.layer_number for layer in chunk_of(ours, ours)._checked_layers()] == [1, 2]
     with pytest.raises(AssertionError, match="GatedDeltaNet: would mix the tokens of packed sequences"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.models.experts import Experts, MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import SwiGLUFunction
-from hybridflow.parallel.layout import WHOLE, Cut, Place
+from hybridflow.parallel.layout import Cut, Place
 from hybridflow.placement.footprint import layer_bytes
 from tests.automap.round_profile import small_spec
 from tests.placement.kept import KeptBytes
@@ -81,7 +81,7 @@ def test_a_plan_counts_what_experts_keep_for_the_backward_pass(dtype: torch.dtyp
         outputs = experts(tokens, shares, torch.randint(0, 4, (t, k)))
     assert outputs.dtype == dtype
     per_token = partial(
-        layer_bytes, kind="experts", cut=WHOLE, sequence_parallel=False, recompute="none", itemsize=dtype.itemsize
+        layer_bytes, kind="experts", cut=Cut(), sequence_parallel=False, recompute="none", itemsize=dtype.itemsize
     )
     of_experts = per_token(small_spec(num_experts=4, experts_per_token=k, ffn_hidden_size=f, hidden_size=h))
     without = per_token(small_spec(num_experts=4, experts_per_token=0, ffn_hidden_size=f, hidden_size=h))

@@ -1,11 +1,9 @@
 """Memory that goes and comes back under the tensors that view it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, refill_with_zeros, storages
+from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
 
 BITS = torch.tensor(
     [0x7FC01234, -1, 0, 1, -0x80000000, 0x7F800001], dtype=torch.int32
@@ -28,34 +26,6 @@ def test_released_storages_are_empty_and_zero_when_they_are_back() -> None:
     assert row.tolist() == [0, 0, 0] and flat.tolist() == [0] * 6 and other.tolist() == [1, 1]
     row.fill_(5)
     assert flat.tolist() == [0, 0, 0, 5, 5, 5]  # views of one storage still
-
-
-@pytest.mark.parametrize("size", [1, 4095, 4096, 12_345, 3 << 20, 40 << 20])  # some within a page, some mapped alone
-def test_memory_that_is_taken_again_is_zero_to_the_last_byte(size: int) -> None:
-    """Whatever the allocator gives: what lies there was written to before."""
-    for _ in range(3):
-        memory = torch.full((size,), 255, dtype=torch.uint8)
-        before, after = torch.full((64,), 7, dtype=torch.uint8), torch.full((64,), 7, dtype=torch.uint8)
-        storage = memory.untyped_storage()
-        storage.resize_(0)
-        refill_with_zeros(storage, size)
-        assert memory.numpy().max() == 0 and storage.nbytes() == size
-        assert before.tolist() == after.tolist() == [7] * 64, "the neighbours are as they were"
-
-
-def test_pages_that_nobody_touches_are_not_there() -> None:
-    """Of 256 MiB that come back, a thousandth is resident; a byte that is written stays."""
-    memory = torch.ones(256 << 20, dtype=torch.uint8)
-    with_pages, storage = resident(), memory.untyped_storage()
-    storage.resize_(0)
-    refill_with_zeros(storage, 256 << 20)
-    assert with_pages - resident() > 250 << 20
-    memory[123_456_789] = 3
-    assert int(memory[123_456_789]) == 3 and int(memory[123_456_788]) == 0
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_offloaded_storages_are_empty_and_back_bit_for_bit() -> None:

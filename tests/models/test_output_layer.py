@@ -83,8 +83,8 @@ def run(model: Path, tp: int, sequence_parallel: bool, *, fused: bool, rank: int
     spec, grid = read_spec(model), Grid.build(Layout(tp, 1, 2 // tp, (0, 1)), ProcessGroups())
     options = dict(sequence_parallel=sequence_parallel, recompute="none", device=torch.device("cpu"))
     chunks = build_model(spec, grid, head="lm", dtype="float32", **options)
-    add = optimizer._add_in_products if fused else lambda model: None
-    with mock.patch.object(optimizer, "_add_in_products", add):
+    add = optimizer.fuse_weight_gradients if fused else lambda model: None
+    with mock.patch.object(optimizer, "fuse_weight_gradients", add):
         trained = optimizer.TrainedModel(chunks, grid, OptimizerConfig(lr=1e-3), bucket_bytes=None, overlap=False)
     batch, kernels = make_train_batch(), vocab_kernels()
     rows = list(range(len(batch)))[grid.dp_rank :: grid.dp]

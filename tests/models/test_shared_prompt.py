@@ -38,8 +38,8 @@ every_case = pytest.mark.parametrize("case", CASES)
 def packed_of(case: str) -> PackedSequences:
     alone, groups, padding = CASES[case]
     lengths = (*alone, *(prompt for prompt, _ in groups), *(x for _, responses in groups for x in responses))
-    shared = SharedPrompts.of(groups, start=sum(alone), device=CPU)
-    return PackedSequences.of((*lengths, *([padding] if padding else [])), CPU, shared)
+    shared = SharedPrompts.from_lengths(groups, start=sum(alone), device=CPU)
+    return PackedSequences.from_lengths((*lengths, *([padding] if padding else [])), CPU, shared)
 
 
 def leaves(case: str, *, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
@@ -153,7 +153,7 @@ def test_a_merge_by_hand() -> None:
 
 def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_specs, "library", lambda: None)
-    packed = PackedSequences.of((5, 3, 3), CPU)
+    packed = PackedSequences.from_lengths((5, 3, 3), CPU)
     q, k, v = (torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     expected = attention_by_length(q, k, v, packed=packed, scale=SCALE)
     attend = attention_functions(torch.float64).attend
@@ -170,7 +170,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_shared_prompts_by_hand() -> None:
-    shared = SharedPrompts.of([(5, (4, 1)), (3, (2, 2, 2))], start=9, device=CPU)
+    shared = SharedPrompts.from_lengths([(5, (4, 1)), (3, (2, 2, 2))], start=9, device=CPU)
     assert (shared.prompts, shared.responses) == (slice(9, 17), slice(17, 28))
     assert shared.spans.queries == (5, 6) and shared.spans.keys == (5, 3) and not shared.spans.causal
     assert shared.spans.query_bounds.tolist() == [0, 5, 11] and shared.spans.key_bounds.tolist() == [0, 5, 8]

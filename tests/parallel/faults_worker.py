@@ -52,7 +52,7 @@ def run(case: str, directory: Path) -> None:
     try:
         status = work(case, rank, watchdog, directory)
     except Exception as error:
-        watchdog.failed(error)
+        watchdog.note_failure(error)
         traceback.print_exception(error)
         leave(1)
     watchdog.close()

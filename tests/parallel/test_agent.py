@@ -16,7 +16,7 @@ RUN = """
 import json, sys
 from hybridflow.parallel.agent import run_ranks
 end = run_ranks(["-c", sys.argv[1]], 2, grace_seconds=20)
-print(json.dumps([end.status, end.message, end.told]))
+print(json.dumps([end.status, end.message, end.by_rank]))
 """
 RANK = """
 import os, signal, sys, time

@@ -82,7 +82,7 @@ def test_the_device_that_is_chosen(
 def test_a_missing_device_is_an_error_that_says_why(
     call: Callable, platform: PlatformName, built: bool, message: str, pretend: Callable[..., None]
 ) -> None:
-    platforms.quiet()  # which must not hide it
+    platforms.quiet_libraries()  # which must not hide it
     pretend(built=built, sees=False, warns=OLD_DRIVER, raises="No CUDA GPUs are available")
     with pytest.raises(EnvironmentProblem) as caught:
         call(platform)

@@ -25,25 +25,25 @@ def exchange() -> Iterator[Exchange]:
 def test_values_stand_where_they_belong_and_zeros_elsewhere(exchange: Exchange) -> None:
     parts = [
         PartialTensor(4, torch.tensor([3, 1]), torch.tensor([5.0, -0.5])),
-        PartialTensor.nothing(2),
+        PartialTensor.empty(2),
         PartialTensor(1, torch.tensor([0]), torch.tensor([2.0**-149])),  # the smallest number: x + 0 = x exactly
     ]
-    first, second, third = exchange.wholes(parts)
+    first, second, third = exchange.gather_all(parts)
     assert first.tolist() == [0, -0.5, 0, 5] and second.tolist() == [0, 0] and third.tolist() == [2.0**-149]
-    assert exchange.whole(parts[0]).tolist() == [0, -0.5, 0, 5]
-    assert exchange.whole(PartialTensor.nothing(0)).tolist() == []
+    assert exchange.gather(parts[0]).tolist() == [0, -0.5, 0, 5]
+    assert exchange.gather(PartialTensor.empty(0)).tolist() == []
 
 
 def test_the_type_is_that_of_the_contributions(exchange: Exchange) -> None:
     numbers = PartialTensor(3, torch.tensor([2]), torch.tensor([1 << 40]))
-    assert exchange.whole(numbers).tolist() == [0, 0, 1 << 40]
+    assert exchange.gather(numbers).tolist() == [0, 0, 1 << 40]
     with pytest.raises(AssertionError, match=r"torch\.float32 among torch\.int64"):
-        exchange.wholes([numbers, PartialTensor.nothing(3)])
+        exchange.gather_all([numbers, PartialTensor.empty(3)])
 
 
 def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None:
     values, before = torch.tensor([1.0, 2.0]), exchange.seconds
-    assert exchange.summed(values) is values and exchange.maximum(values) is values
+    assert exchange.sum(values) is values and exchange.maximum(values) is values
     assert values.tolist() == [1, 2] and exchange.mean(2.5) == 2.5
     assert exchange.seconds > before
 
@@ -52,6 +52,6 @@ def test_bytes_arrive_piece_by_piece(exchange: Exchange, monkeypatch: pytest.Mon
     """Between several ranks: `tests.distributed.test_routing` and `tests.flows.test_routing`."""
     monkeypatch.setattr(exchanges, "PIECE_BYTES", 5)
     told, seconds = torch.arange(12, dtype=torch.uint8), exchange.seconds
-    (found,) = exchange.swapped([told], [12])
+    (found,) = exchange.swap([told], [12])
     assert found.tolist() == list(range(12)) and exchange.seconds > seconds
-    assert [x.tolist() for x in exchange.swapped([told[:0]], [0])] == [[]]
+    assert [x.tolist() for x in exchange.swap([told[:0]], [0])] == [[]]

@@ -277,7 +277,7 @@ def test_objects_that_stay_are_left_out_of_the_search_for_garbage_on_cuda(device
 
     garbage = weakref.ref(Circle())
     try:
-        platforms.Platform(torch.device(device), rank=0, local_rank=0, world_size=1).settle()
+        platforms.Platform(torch.device(device), rank=0, local_rank=0, world_size=1).freeze_objects()
         assert (gc.get_freeze_count() > 10_000) is (device == "cuda")
         assert device == "cpu" or garbage() is None
     finally:
@@ -308,7 +308,7 @@ def test_a_module_of_megatron_that_comes_later_is_adapted_too(monkeypatch: pytes
 def test_what_megatron_says_of_its_own_parts_is_kept_out(message: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        platforms.quiet()
+        platforms.quiet_libraries()
         warnings.warn(message, UserWarning, stacklevel=1)
         warnings.warn("of the user's own", UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in caught] == ["of the user's own"]
@@ -320,5 +320,5 @@ def test_that_torch_finds_no_cuda_is_kept_out_where_a_cpu_is_meant(cuda: bool, m
     logger = logging.getLogger("torch.utils.cpp_extension")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     logger.manager._clear_cache()
-    platforms.quiet()
+    platforms.quiet_libraries()
     assert logger.isEnabledFor(logging.WARNING) == cuda

@@ -47,12 +47,12 @@ def test_a_deadline_begins_anew_with_each_phase(watchdog: Watchdog, clock: Simpl
 def test_a_phase_within_another_gives_it_back_anew(watchdog: Watchdog, clock: SimpleNamespace) -> None:
     watchdog.enter("update")
     clock.now += 45
-    with watchdog.during("rollout"):
+    with watchdog.phase("rollout"):
         clock.now += 8
         assert watchdog._phase() == ("rollout", 8)
     assert watchdog._phase() == ("update", 0)
     watchdog.rest()
-    with pytest.raises(ConfigError), watchdog.during("rollout"):
+    with pytest.raises(ConfigError), watchdog.phase("rollout"):
         raise ConfigError("")
     assert watchdog._phase() == ("none", 0.0)
 

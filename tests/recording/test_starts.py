@@ -92,6 +92,20 @@ def test_the_command_as_it_was_typed(words: list[str], by_command: bool, is_rank
     assert typed_command(words, by_command=by_command, is_rank=is_rank) == command
 
 
+@pytest.mark.parametrize(
+    ("parent", "command"),
+    [
+        (["/env/bin/python", "/env/bin/torchrun", "--nproc-per-node", "2", "-m", "hybridflow.train", "my.yaml"],
+         "torchrun --nproc-per-node 2 -m hybridflow.train my.yaml"),
+        (["python", "-u", "-m", "torch.distributed.run", "--nnodes", "2", "mine.py"], "torchrun --nnodes 2 mine.py"),
+        (["bash", "starts_ranks.sh"], "torchrun ... -m hybridflow.train my.yaml"),
+    ],
+)  # fmt: skip
+def test_the_command_of_a_rank_is_torchruns(parent: list[str], command: str) -> None:
+    words = ["python", "-u", "-m", "hybridflow.train", "my.yaml"]
+    assert typed_command(words, by_command=False, is_rank=True, parent=parent) == command
+
+
 def test_a_process_that_is_gone_and_one_of_another_machine() -> None:
     own = this_process(0)
     assert is_running(own.machine, own.pid, own.start_time) is True

@@ -47,13 +47,13 @@ def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
     tokens = tokens_of_units(batch, ahead.units)
     assert tokens == [5, 3, 6, 2]
     assert not ahead.covers(batch)
-    ahead.deal_out_remaining(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
-    assert (ahead.left(0), ahead.left(1)) == ([[2], [4]], [[0, 3], [1]])
+    ahead.assign_rest(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
+    assert (ahead.rows_left(0), ahead.rows_left(1)) == ([[2], [4]], [[0, 3], [1]])
     assert ahead.covers(batch) and not ahead.covers(rollout([4, 3, 6, 1, 2]))
-    ahead.deal_out_remaining(batch, [1, NOBODY, 0, NOBODY], 2, tokens)
-    assert (ahead.left(0), ahead.left(1)) == ([[1]], [[4]])
-    ahead.deal_out_remaining(batch, [1, 0, 0, 1], 2, tokens)
-    assert ahead.left(0) == ahead.left(1) == []
+    ahead.assign_rest(batch, [1, NOBODY, 0, NOBODY], 2, tokens)
+    assert (ahead.rows_left(0), ahead.rows_left(1)) == ([[1]], [[4]])
+    ahead.assign_rest(batch, [1, 0, 0, 1], 2, tokens)
+    assert ahead.rows_left(0) == ahead.rows_left(1) == []
 
 
 def test_units_without_some_rows_keep_their_numbers() -> None:
@@ -63,7 +63,11 @@ def test_units_without_some_rows_keep_their_numbers() -> None:
     ahead, batch = PrecomputedScores(units), rollout([4, 3, 6, 1, 2])
     tokens = tokens_of_units(batch, units)
     assert tokens == [4, 0, 6, 2]
-    ahead.deal_out_remaining(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
-    assert sorted(row for share in (ahead.left(0), ahead.left(1)) for rows in share for row in rows) == [0, 2, 4]
+    ahead.assign_rest(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
+    assert sorted(row for share in (ahead.rows_left(0), ahead.rows_left(1)) for rows in share for row in rows) == [
+        0,
+        2,
+        4,
+    ]
     assert ahead.covers(batch, torch.tensor([4, 0, 2]))
     assert not ahead.covers(batch) and not ahead.covers(batch, torch.tensor([0, 1, 2]))

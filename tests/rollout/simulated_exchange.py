@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: `Exchange.swapped` of all of them, and how many bytes go from whom to whom."""
+"""Ranks as threads of one process: `Exchange.swap` of all of them, and how many bytes go from whom to whom."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class SimulatedGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def swapped(self, rank: int, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def swap(self, rank: int, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         own = self.ranks.index(rank)
         self._boxes[own] = outgoing
         for target, told in zip(self.ranks, outgoing, strict=True):
@@ -40,8 +40,8 @@ class SimulatedExchange:
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
         self.group, self._rank = group, rank
 
-    def swapped(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        return self.group.swapped(self._rank, outgoing, sizes)
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        return self.group.swap(self._rank, outgoing, sizes)
 
 
 def on_ranks(count: int, act: Callable[[int], Result]) -> list[Result]:

@@ -12,12 +12,14 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes, replayed
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.routing import ReturnedRouting
 from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from tests.launch import run_ranks
+from tests.rollout.responses import responses_of
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup
 from tests.tiny_models import make_checkpoints
@@ -79,7 +81,7 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
     engine._engine.has_unfinished_requests.side_effect = [True, True, False]
     engine._engine.step.side_effect = [[each] for each in finished]
     requests = [Request(prompt, seed=0) for prompt in prompts]
-    responses = engine.generate(requests, [SamplingParams()])
+    responses = responses_of(engine, requests, [SamplingParams()])
     assert [response.experts.tolist() for response in responses] == [experts[0, :3].tolist(), experts[1].tolist()]
     ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
     exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
@@ -88,7 +90,7 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
         {row: its.experts for row, its in enumerate(responses)}, [0, 0], RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),)
     )
     kept = records.keep(batch_of(ids, [4, 6]), recorded)
-    found = records.of_rows(kept, [[0, 1]]).at(torch.arange(10)).experts
+    found = records.of_rows(kept, [[0, 1]]).for_tokens(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
     assert found[4:9].tolist() == experts[1].tolist()
 
@@ -110,7 +112,7 @@ def batch_of(ids: list[int], lengths: list[int]) -> RolloutBatch:
 
 @pytest.mark.parametrize("experts", [None, np.zeros((4, 3, 2), "uint8")])
 def test_a_token_without_experts_is_no_rounding_error(experts: np.ndarray | None) -> None:
-    with pytest.raises(AssertionError, match="expected \\(5, 3, 2\\)"):
+    with pytest.raises(EnvironmentProblem, match="expected \\(5, 3, 2\\)"):
         ReturnedRouting(RoutingSizes(3, 2, 128)).experts("0-a", returned(experts), 5)
 
 

@@ -1,4 +1,4 @@
-"""Replies of the first of two ranks, few and many, on both: python -m tests.rollout.turns_worker OUT, on two ranks."""
+"""Events of the first of two ranks, few and many, on both: python -m tests.rollout.turns_worker OUT, on two ranks."""
 
 import json
 import sys
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel import platform as platforms
-from hybridflow.rollout.turns import SLOTS, LeaderBroadcast, TurnEvent
+from hybridflow.rollout.rows import TurnEvent
+from hybridflow.rollout.turns import SLOTS, LeaderBroadcast
 
 LONG = TurnEvent(3, tuple(range(2 * SLOTS)), 7)
 LISTS = (
@@ -31,10 +32,9 @@ def main(out: Path) -> None:
     platform = platforms.start(seed=0)
     agreement = LeaderBroadcast(dist.group.WORLD, 1, torch.device("cpu"))
     own = LISTS if platform.rank == 1 else [()] * len(LISTS)
-    found = [[asdict(reply) for reply in agreement.on_all(replies)] for replies in own]
-    numbers = agreement.numbers([3, 1, 2] if agreement.leads else [], 3)
+    found = [[asdict(event) for event in agreement.on_all(events)] for events in own]
     everyone: list = [None, None]
-    dist.all_gather_object(everyone, [found, numbers])
+    dist.all_gather_object(everyone, found)
     if platform.rank == 0:
         out.write_text(json.dumps(everyone))
     platforms.stop()

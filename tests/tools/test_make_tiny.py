@@ -175,7 +175,7 @@ def test_pair_accuracy_agrees_one_sequence_at_a_time(made: Path) -> None:
 
 
 def test_mistakes_are_what_the_policy_writes(made: Path) -> None:
-    policy = Policy.of(made / "policy", SMALL)
+    policy = Policy.load(made / "policy", SMALL)
     problems = split_problems(random.Random(3), num_validation=128, num_heldout=256).heldout
     torch.manual_seed(0)
     written = policy.answers(problems, sampled=True)

@@ -88,7 +88,7 @@ def operation_seconds(device: torch.device) -> float:
 def attention_rates(dtype: str, device: torch.device) -> tuple[float, float]:
     """FLOP/s forward and backward of causal attention as the models run it, counting the half that is not masked."""
     count, length = LENGTHS[device.type]
-    packed = PackedSequences.of((length,) * count, device)
+    packed = PackedSequences.from_lengths((length,) * count, device)
     query, key, value = (
         torch.randn(count * length, HEADS, HEAD_DIM, dtype=DTYPES[dtype], device=device, requires_grad=True)
         for _ in range(3)

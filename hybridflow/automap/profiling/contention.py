@@ -29,7 +29,7 @@ def measured_contention(directory: Path, world: RunContext, shared: Contention) 
     platform, model = world.platform, directory / "crowd"
     if platform.rank == 0:
         make_model(model, hidden=HIDDEN, layers=LAYERS, positions=PROMPT + RESPONSE, vocabulary=VOCABULARY)
-    world.exchange.summed(torch.zeros(1))
+    world.exchange.sum(torch.zeros(1))
     run = placed_run(
         model,
         dp=platform.world_size,
@@ -42,7 +42,7 @@ def measured_contention(directory: Path, world: RunContext, shared: Contention) 
     rows = batch(ROWS, RESPONSE)
 
     def scores() -> None:
-        with actor.alone():
+        with actor.computing_all_rows():
             actor.log_probs(rows)
 
     generator = Generator(run, actor, eos_token_ids=(), platform=platform, exchange=world.exchange)
@@ -73,12 +73,12 @@ def _of_crowds(work: Callable[[], None], world: RunContext) -> dict[int, float]:
     rank, world_size, found = world.platform.rank, world.platform.world_size, {}
     work()
     for count in (1, *sizes(world_size)):
-        world.exchange.summed(torch.zeros(1))
+        world.exchange.sum(torch.zeros(1))
         seconds = []
         for _ in range(REPEATS if rank < count else 0):
             begin = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - begin)
         own = torch.tensor(statistics.mean(seconds) if seconds else 0.0, dtype=torch.float64)
-        found[count] = float(world.exchange.summed(own)) / count
+        found[count] = float(world.exchange.sum(own)) / count
     return found

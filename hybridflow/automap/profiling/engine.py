@@ -70,7 +70,7 @@ def _measured(directory: Path, layers: int, world: RunContext, *, tp: int, vocab
     model, platform = directory / f"engine_{layers}_{vocabulary}", world.platform
     if platform.rank == 0 and not model.exists():
         make_model(model, hidden=HIDDEN, layers=layers, positions=PROMPT + TOKENS, vocabulary=vocabulary)
-    world.exchange.summed(torch.zeros(1, device=platform.device))
+    world.exchange.sum(torch.zeros(1, device=platform.device))
     run = placed_run(model, tp=tp, dtype="float32", length=PROMPT + TOKENS, budget=1024, output_dir=directory)
     actor = Actor(run.actor, temperature=1.0, world=world)
     generator = Generator(run, actor, eos_token_ids=(), platform=platform, exchange=world.exchange)

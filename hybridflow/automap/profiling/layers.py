@@ -116,7 +116,7 @@ def without_elementwise(profile: DeviceProfile) -> DeviceProfile:
 
 def _run(model: Path, world: RunContext, *, length: int, budget: int) -> PlacedRun:
     """Of what the first rank has written by now."""
-    world.exchange.summed(torch.zeros(1, device=world.platform.device))
+    world.exchange.sum(torch.zeros(1, device=world.platform.device))
     return placed_run(model, tp=1, dtype="float32", length=length, budget=budget, output_dir=model)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.cpu.engine.kernels import Methods, is_ours, most_rows
 from hybridflow.cpu.kernels.decoder import DecoderLayer, Keys, Sizes
 
-PARTS = {  # of a layer: where its weights are, and by which names the kernel takes them
+PARTS = {  # of a layer: where the weights are, and the kernel's names for them
     "input_layernorm": {"weight": "first_norm"},
     "self_attn.qkv_proj": {"weight": "qkv", "bias": "qkv_bias"},
     "self_attn.q_norm": {"weight": "query_norm"},
@@ -28,7 +28,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "sel
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of a layer is the same in every step. The memory of its weights is not: a hand-off may move it."""
+    """What of a layer is the same in every step. The memory of the weights is not: a hand-off may move it."""
 
     layer: DecoderLayer
     parts: tuple[tuple[str, dict[str, Any], str], ...]  # (the kernel's name, parameters of a module, theirs)
@@ -149,7 +149,7 @@ def _part(layer: Any, path: str) -> Any:
 
 
 def _keys(attention: Any) -> Keys | None:
-    """What vLLM says of this step; None where it has no keys, or its own attention writes and reads them."""
+    """What vLLM says of this step; None where it has no keys, or vLLM's attention writes and reads them."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
     about, layer, cache, slots = get_attention_context(attention.layer_name)

@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.cpu.engine.decoder import repeated
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -110,7 +110,7 @@ class SeveralSteps:
         batch.num_tokens_no_spec[: len(new)] += new.shape[1]
 
     def _attention_is_ours(self) -> bool:
-        """vLLM's own plans its work by the lengths of the sequences, anew in each step."""
+        """vLLM's own attention plans work by the lengths of the sequences, anew in each step."""
         layers = self._runner.compilation_config.static_forward_context.values()
         return all(getattr(getattr(layer, "impl", None), "is_ours", None) for layer in layers)
 

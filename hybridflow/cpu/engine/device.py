@@ -6,12 +6,12 @@ from hybridflow.cpu.engine.decoding import SeveralSteps
 from hybridflow.cpu.engine.kv_cache import CpuKVCache
 from hybridflow.cpu.engine.patches import patch
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm import LLM
 
 
 class CpuEngine:
-    """No graphs and no sleep mode, which vLLM has on GPUs alone; several decoding steps for one of its scheduler."""
+    """No graphs and no sleep mode, which vLLM has on GPUs alone; several decoding steps for one of vLLM's scheduler."""
 
     kind: Literal["cpu"] = "cpu"
     name, backend = "the CPU", "gloo"

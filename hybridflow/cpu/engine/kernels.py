@@ -3,7 +3,7 @@
 `patches` gives them to vLLM where this process has them. Tensors have the engine's dtype, float32 or bfloat16.
 
 vLLM 0.32.0's attention lays keys out by dimension, so that each number of a new token's key is written to a line of
-memory of its own; its norms and activations there are chains of torch's operations. What the kernels do not know
+memory; vLLM's norms and activations there are chains of torch's operations. What the kernels do not know
 (windows, sinks, other families' layers) stays vLLM's.
 """
 
@@ -25,7 +25,7 @@ Methods = dict[str, Callable[..., Any]]
 
 
 def attention_in_c(theirs: type) -> Methods:
-    """For vLLM's attention on CPUs, which now asks of each of its layers whether the kernels can do it."""
+    """For vLLM's attention on CPUs, which now asks for each layer whether the kernels can compute attention."""
     their_update, their_forward = vars(theirs)["do_kv_cache_update"], vars(theirs)["forward"]
 
     def update(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -111,7 +111,7 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
 
 
 def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
-    """The answer to a layer's first question is that to all: its cache is laid out for who has written into it."""
+    """The first answer for a layer holds for good: the layer's cache has the layout of the first writer."""
     ours: bool | None = vars(attention).get("is_ours")
     if ours is None:
         ours = attention.is_ours = (

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, UntypedStorage
+from hybridflow.cpu import fresh_pages
+from hybridflow.models.memory import bytes_of, storages
 
-from hybridflow.models.memory import refill_with_zeros
-
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm import LLM
 
 
@@ -18,7 +17,7 @@ class CpuKVCache:
 
     def __init__(self, llm: "LLM") -> None:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._storages = _storages(runner.kv_caches)
+        self._storages = storages(runner.kv_caches)
         self._sizes = [storage.nbytes() for storage in self._storages]
 
     def release(self) -> None:
@@ -32,10 +31,5 @@ class CpuKVCache:
         vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one.
         """
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            refill_with_zeros(storage, size)
-
-
-def _storages(tensors: list[Tensor]) -> list[UntypedStorage]:
-    """Each once: the layers' caches are views of one storage or of several, as vLLM likes."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return list({storage.data_ptr(): storage for storage in storages}.values())
+            storage.resize_(size)
+            fresh_pages.zero(bytes_of(storage))

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 needs on a CPU in order to live inside a trainer. Each change has its reason."""
+"""What vLLM 0.32.0 needs on a CPU in order to live inside a trainer. Each change has a reason."""
 
 import functools
 import warnings
@@ -64,7 +64,7 @@ def _apply_experts(
 ) -> None:
     """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
     chosen = topk_ids.flatten().long()
-    if expert_map is not None:  # of a rank that has some of the experts whole: its numbers, -1 for the others
+    if expert_map is not None:  # a rank has some of the experts whole: the rank's numbers, -1 for the others
         chosen = expert_map[chosen].long()
         chosen = torch.where(chosen < 0, len(w1), chosen)
     order = chosen.argsort(stable=True)

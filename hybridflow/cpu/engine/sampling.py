@@ -11,15 +11,15 @@ from torch import Tensor
 from hybridflow.cpu.engine.kernels import Methods
 from hybridflow.cpu.kernels.sampling import draw
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm.v1.sample.metadata import SamplingMetadata
 
 LOG_PROBS = "processed_logprobs"  # of the distribution that is drawn from
-SEEDS = 2**31  # vLLM draws one below this for each token, from the generator of its request
+SEEDS = 2**31  # vLLM draws one below this for each token, from the generator of the token's request
 
 
 def sampler_in_c(theirs: type) -> Methods:
-    """For vLLM's sampler: where every request draws by a seed of its own from all that its logits leave."""
+    """For vLLM's sampler: where every request draws by the request's seed from all that the logits leave."""
     their_forward = vars(theirs)["forward"]
 
     def forward(
@@ -60,7 +60,7 @@ def _draws_from_all(sampler: Any, logits: Tensor, about: "SamplingMetadata") -> 
 
 
 def _seeds(generators: dict[int, torch.Generator]) -> Tensor:
-    """Of each row, as vLLM draws it: one number of its request's generator."""
+    """Of each row, as vLLM draws it: one number of the request's generator."""
     seeds = torch.empty(len(generators), dtype=torch.int64)
     each = seeds.split(1)
     for row, generator in generators.items():

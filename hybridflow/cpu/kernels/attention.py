@@ -43,11 +43,11 @@ class Arguments(ctypes.Structure):
 class Items:
     """What can be computed by itself: sequences, and prompts with all that follow them."""
 
-    stretches: Tensor  # (stretches, 3) int64: first token, length, place of its first key among those of its item
+    stretches: Tensor  # (stretches, 3) int64: first token, length, place of the first key among the item's keys
     items: Tensor  # (items, 4) int64: first stretch, how many, whether the others follow the first, all their tokens
 
     @classmethod
-    def of(cls, alone: Iterable[Stretch], groups: Iterable[Sequence[Stretch]] = ()) -> "Items":
+    def from_stretches(cls, alone: Iterable[Stretch], groups: Iterable[Sequence[Stretch]] = ()) -> "Items":
         """alone: attends to itself. groups: a prompt, then what follows it, which attends to the prompt as well."""
         stretches: list[tuple[int, int, int]] = []
         items: list[tuple[int, int, int, int]] = []

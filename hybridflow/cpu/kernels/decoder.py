@@ -82,7 +82,7 @@ class Given:
 
 
 class DecoderLayer:
-    """One layer; its arguments stay from step to step."""
+    """One layer; the layer's arguments stay from step to step."""
 
     given: Given  # of the last call
 

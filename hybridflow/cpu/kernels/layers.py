@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def add_rms_norm(x: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """total += x, in place, and its RMSNorm. total: contiguous, of x's shape."""
+    """total += x, in place, and the RMSNorm of total. total: contiguous, of x's shape."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     r = torch.empty(x.numel() // x.shape[-1], 1)
     _call(ADD_RMS_NORM, r.shape[0], x.shape[-1], eps=eps, x=x, sum=total, weight=weight, y=y, r=r)
@@ -47,7 +47,7 @@ def add_rms_norm(x: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def sum_and_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + other, its RMSNorm, r as of `rms_norm`), of two tensors of one shape."""
+    """(x + other, the sum's RMSNorm, r as of `rms_norm`), of two tensors of one shape."""
     x, other = x.contiguous(), other.contiguous()
     total, y = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
     r = torch.empty(x.numel() // x.shape[-1], 1)

@@ -33,7 +33,7 @@ SOURCES = (
     "sampling.c",
     "vocabulary.c",
 )
-# no -ffast-math: its start-up code has the whole process flush small numbers to zero
+# no -ffast-math: the start-up code has the whole process flush small numbers to zero
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 VARIABLE = "HYBRIDFLOW_NATIVE"
@@ -83,7 +83,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
     Errors: OSError, subprocess.SubprocessError.
     """
     target = directory / f"{_digest(compiler, flags)}.so"
-    with _alone(directory):
+    with _lock(directory):
         if not target.exists():
             handle, part = tempfile.mkstemp(dir=directory, suffix=".part")
             os.close(handle)
@@ -98,7 +98,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     """The ranks of a host come at once, and one compiles for all."""
     with (directory / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: each compiles
@@ -108,7 +108,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cache() -> Iterator[Path]:
-    """One that stays; where the home cannot be written to one for this time: what is loaded needs its file no more."""
+    """A cache that stays. Without a writable home a temporary one: a loaded library needs no file any more."""
     with contextlib.ExitStack() as stack:
         try:
             directory = Path.home() / ".cache" / "hybridflow"

@@ -1,6 +1,6 @@
 """Products of few rows with a weight on a CPU: `linear.c`, called.
 
-Libraries turn a weight (outputs, inner) around before they multiply, or wait for each of its lines, which with few rows
+Libraries turn a weight (outputs, inner) around before they multiply, or wait for each weight line, which with few rows
 is most of the work. Here it is read once, and fetched ahead (tests.bench.few_rows).
 """
 

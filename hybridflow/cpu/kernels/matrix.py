@@ -1,6 +1,6 @@
 """Products of matrices by the matrix units of a CPU (Intel's AMX): `matrix.c`, called.
 
-A float32 product is as exact as one of float32 arithmetic, and takes 0.55 to 0.95 of its time (tests.bench.products);
+A float32 product is as exact as one of float32 arithmetic, and takes 0.55 to 0.95 of the time (tests.bench.products);
 how, `tiles.h` says. What such units cannot show is a number below 1e-38 (it is zero) and an infinity (it is a NaN).
 """
 

@@ -1,6 +1,6 @@
-"""Attention of an engine on a CPU over its cache of keys and values in blocks: `paged.c`, called.
+"""Attention of an engine on a CPU over a cache of keys and values in blocks: `paged.c`, called.
 
-PagedAttention (Kwon et al. 2023). A head of a block holds its keys, a row a token, and then its values, so that what a
+PagedAttention (Kwon et al. 2023). A head of a block holds the keys, a row a token, and then the values, so that what a
 token adds is two runs of memory. bfloat16 is read and written, sums are float32; they depend neither on the number of
 threads nor on what else the cache holds.
 """
@@ -68,10 +68,10 @@ def attend(
     longest: int,
     scale: float,
 ) -> None:
-    """out (tokens, heads, head_dim): softmax(scale q k) v over the keys of a query's sequence up to its own.
+    """out (tokens, heads, head_dim): softmax(scale q k) v over the keys of a query's sequence up to the query's own.
 
     table: (sequences, blocks of the longest) int32, the blocks of each. starts: (sequences + 1,) int32, where the
-    queries of each begin; they are the last of its tokens. lengths: (sequences,) int32, its tokens. longest: at least
+    queries of each begin; they are the last tokens. lengths: (sequences,) int32, tokens of each. longest: at least
     the largest of them.
     """
     kernels = library()

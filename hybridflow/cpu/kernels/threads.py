@@ -21,7 +21,7 @@ def fields(pointers: list[str], numbers: list[str], *scalars: str) -> list[tuple
 
 
 def run(kernel: Callable[..., int], arguments: ctypes.Structure, pieces: int) -> None:
-    """Call it by as many threads as torch has, at most one for each of the pieces that its work is in."""
+    """Call the kernel by as many threads as torch has, at most one for each piece of the work."""
     taken = ctypes.c_int64(0)  # the next piece, which the threads count on
     arguments.next = ctypes.addressof(taken)
     call = functools.partial(kernel, ctypes.byref(arguments))
@@ -33,5 +33,5 @@ def run(kernel: Callable[..., int], arguments: ctypes.Structure, pieces: int) ->
 
 @functools.lru_cache(maxsize=1)
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """process: a fork has none of its parent's threads."""
+    """process: a fork has none of the parent's threads."""
     return ThreadPoolExecutor(count, "kernels")

@@ -31,7 +31,7 @@ def partial_sums(logits: Tensor, columns: int, targets: Tensor, divisors: Tensor
 
     Args:
         logits: (R, padded columns), of which the first `columns`, at least one, count.
-        targets: (R,) int64, y; negative where it is none of these columns: then its term is 0.
+        targets: (R,) int64, y; negative where y is none of these columns: then y's term is 0.
         divisors: float32 (R,) or (1,).
     """
     peak, sums = torch.empty(logits.shape[0]), torch.empty(3, logits.shape[0])

@@ -1,1 +1,1 @@
-"""megatron-core on a CPU: what it needs to run there, and functions of its own that are replaced by faster ones."""
+"""megatron-core on a CPU: what megatron needs to run there, and megatron's functions that faster ones replace."""

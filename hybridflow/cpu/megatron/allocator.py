@@ -1,6 +1,6 @@
 """Memory that tensors free is used again, instead of going back to the system and being faulted in anew.
 
-Every operation of a step allocates its result; where that is fresh memory it pays for page faults first.
+Every operation of a step allocates a result; fresh memory costs page faults first.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Of this process, from now on, where its C library is glibc."""
+    """Of this process, from now on, where the C library is glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(MMAP_THRESHOLD, 32 << 20)  # the most it takes; larger tensors are mapped one by one

@@ -1,6 +1,6 @@
 """How megatron's flat buffers of gradients and parameters are exchanged on CPUs: read where they lie, where ranks can.
 
-In place of torch's functions of the same names. gloo adds up all gradients on every rank to hand each its part, and
+In place of torch's functions of the same names. gloo adds up all gradients on every rank to hand each a part, and
 copies twice what it sends. Where a rank of the group cannot read in another's memory, as on another host, parts of
 gradients go by an all-to-all. Either way a sum is that of the ranks in their order.
 """
@@ -72,19 +72,19 @@ def _readable(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The processes of the ranks, if each can read in the memory of all; else none. Collective the first time."""
     if group not in _processes:
         own = peer_memory.introduction()
-        told = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(told, own, group=group)
-        everybody = all(peer_memory.can_read(x) for x in told)
+        introductions = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(introductions, own, group=group)
+        everybody = all(peer_memory.can_read(x) for x in introductions)
         agreed = all(_tell(int(everybody), group))
-        _processes[group] = tuple(int(x[1]) for x in told) if agreed else ()
+        _processes[group] = tuple(int(x[1]) for x in introductions) if agreed else ()
     return _processes[group]
 
 
 def _tell(number: int, group: dist.ProcessGroup) -> list[int]:
     """Those of all ranks. Not by torch's all_gather_into_tensor, which megatron's context for many would put off."""
-    told = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(told, torch.tensor([number]), group=group)
-    return [int(x) for x in told]
+    numbers = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(numbers, torch.tensor([number]), group=group)
+    return [int(x) for x in numbers]
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:

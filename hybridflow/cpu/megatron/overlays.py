@@ -1,6 +1,6 @@
 """megatron-core where there is no CUDA, or where the CPU is chosen beside it.
 
-megatron names CUDA in four ways: `torch.cuda.current_device()` and its like, factories with device="cuda",
+megatron names CUDA in four ways: `torch.cuda.current_device()` and the like, factories with device="cuda",
 `Tensor.cuda()`, and comparing `Tensor.type()` with 'torch.cuda.*'. Each is answered for megatron's own modules; the
 real torch module stays untouched.
 """

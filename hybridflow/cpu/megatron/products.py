@@ -133,7 +133,7 @@ def mkl_is_slow() -> bool:
 
 
 def _is_intel() -> bool:
-    """True where it cannot be told: then nothing is changed."""
+    """True where /proc does not say: then nothing is changed."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     except OSError:

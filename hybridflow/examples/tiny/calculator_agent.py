@@ -45,7 +45,7 @@ def _client() -> Any:
 
 
 def _result(call: Any) -> dict[str, str]:
-    """What the model is told of a call; of one that goes wrong, why."""
+    """The model's message about a call: the result, or why the call goes wrong."""
     try:
         given = json.loads(call.function.arguments)
         content = str(int(given["a"]) * int(given["b"]))

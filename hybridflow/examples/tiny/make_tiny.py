@@ -26,15 +26,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.make_tiny"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("tools.make_tiny", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
     parser.add_argument(
         "--experts",

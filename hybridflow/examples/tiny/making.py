@@ -95,7 +95,7 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
     num_runs = 1 if settings.num_experts else 3
     say(f"1/{num_runs} the policy: SFT from random weights, which stops early")
     half = runs.run("policy", "sft", f"actor.model={work / 'start'}", *rows(*answers), *HALF_TRAINED) / "hf"
-    policy = Policy.of(half, settings)
+    policy = Policy.load(half, settings)
     accuracies = checked_accuracies(policy, settings, split)
     shutil.copytree(half, directory / "policy")
     report: dict[str, object] = {"seed": runs.seed, "policy": accuracies}
@@ -109,7 +109,7 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
 
 
 def fill_with_tools(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
-    """The same of the task with a calculator: a policy, and rows for its environment. Errors: RunFailed."""
+    """The same for the task with a calculator: a policy, and rows for the environment. Errors: RunFailed."""
     begin, work = time.perf_counter(), runs.directory
     products = split_products(random.Random(runs.seed))
     write_start(work / "start", settings, runs.seed)

@@ -36,7 +36,7 @@ class Settings:
     max_answer_tokens: int = 8
     num_validation: int = 512
     num_heldout: int = 256
-    num_experts: int = 0  # of each layer, in place of its MLP, of which a token goes through two; 0: a dense model
+    num_experts: int = 0  # of each layer, in place of the MLP; a token goes through two; 0: a dense model
     tools: bool = False  # a policy that calls a calculator, of another task
 
 
@@ -80,12 +80,12 @@ def _model(settings: Settings, vocab_size: int) -> PreTrainedModel:
 class Policy:
     """A model that answers problems, all of whose prompts have as many tokens."""
 
-    model: Any  # of transformers; its `generate` is typed for a protocol that no model of transformers fulfils
+    model: Any  # of transformers; `generate` is typed for a protocol that no model of transformers fulfils
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int  # of an answer
 
     @classmethod
-    def of(cls, directory: Path, settings: Settings) -> "Policy":
+    def load(cls, directory: Path, settings: Settings) -> "Policy":
         model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
         return cls(model, tokenizer, settings.max_answer_tokens)
 

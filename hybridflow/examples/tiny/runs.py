@@ -12,7 +12,7 @@ from hybridflow.config.shipped import shipped_configs
 
 NUM_RANKS = 2
 NUM_SHOWN = 20  # last lines of the log of a run that has failed
-Train = Callable[[list[str], Path], int]  # (arguments of hybridflow train, where its log goes) -> its exit status
+Train = Callable[[list[str], Path], int]  # (arguments of hybridflow train, where the log goes) -> exit status
 SHOW_EVERY = 20.0  # seconds between two lines of a training that are shown
 # Of `sft` from random weights. A constant rate, so that the run may end at any iteration: while much is still wrong.
 HALF_TRAINED = (
@@ -39,7 +39,7 @@ class Runs:
     overrides: tuple[str, ...] = ()
 
     def run(self, name: str, config: str, *overrides: str) -> Path:
-        """configs/quickstart_CONFIG.yaml to its end; its directory. Errors: RunFailed."""
+        """Run configs/quickstart_CONFIG.yaml to the end; gives the run's directory. Errors: RunFailed."""
         own = [
             f"name={name}",
             f"seed={self.seed}",
@@ -58,7 +58,7 @@ class Runs:
 
 
 def by_command(arguments: list[str], log: Path) -> int:
-    """One run to its end, as a person starts it; its exit status. Its command is shown, and now and then a line."""
+    """Exit status of one run, as a person starts a run. Shows the command, and now and then a line."""
     command = [sys.executable, "-m", "hybridflow", "train", *arguments, "--nproc", str(NUM_RANKS)]
     print(f"$ {shlex.join(['hybridflow', *command[3:]])}", flush=True)
     shown = time.monotonic()

@@ -7,12 +7,11 @@ sft            fine-tuned on answers, ended while much is still wrong           
 reward_model   from sft, on pairs of a right and a wrong answer                        OUT/seed_N/runs/reward_model
 dpo            from sft, on the same pairs, with sft as the reference                  OUT/seed_N/runs/dpo
 
-Each is one of configs/quickstart_*.yaml with overrides, and its command is printed. Right is an answer that is right to
-the last character, decoded greedily, to held-out prompts that no stage has seen; of the reward model, a held-out pair.
+Each stage is one of configs/quickstart_*.yaml with overrides; the command is shown. Right is an answer without a wrong
+character, decoded greedily, to held-out prompts that no stage has seen; of the reward model, a held-out pair.
 The table is in OUT/stages.json too. Two ranks of one thread each; what stands in OUT/seed_N is made anew.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.examples.tiny.models import Policy, Settings, write_start
 from hybridflow.examples.tiny.runs import HALF_TRAINED, RunFailed, Runs, Train, by_command, last_of, rows
 from hybridflow.examples.tiny.task import Problem, split_problems, write_answers, write_judged, wrong_answer
@@ -83,7 +82,7 @@ class Stages:
 
     def _right(self, model: Path) -> float:
         """The share of the held-out prompts that a model answers right."""
-        return Policy.of(model, self._settings).share_right(self._heldout)
+        return Policy.load(model, self._settings).share_right(self._heldout)
 
 
 def table(reached: list[Reached]) -> Table:
@@ -98,9 +97,7 @@ def table(reached: list[Reached]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.stages"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("tools.stages", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for everything")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run through all stages each")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The task of the tiny quickstart: four digits backwards, its prompts, right and wrong answers, its tokenizer.
+"""The task of the tiny quickstart, four digits backwards: prompts, right and wrong answers, tokenizer.
 
 A prompt is "4729=", the right answer is "9274" and then the end token. The answer can be checked, a CPU learns it in
 seconds, and a half-trained model makes a graded variety of mistakes (single digits, order, length), which is the
@@ -27,7 +27,7 @@ SPECIAL_PIECES = {
     "bos": 1,
     "eos": 2,
     "pad": 3,
-}  # pad differs from eos: a padded row keeps its end token
+}  # pad differs from eos: a padded row keeps the end token
 MAX_RAMBLE = 8  # characters of the longest made-up answer
 
 
@@ -89,7 +89,7 @@ def write_judged(directory: Path, name: str, problems: Sequence[Problem], wrong:
     write_lines(directory / f"labelled{name}.jsonl", labelled)
 
 
-def write_lines(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
+def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
@@ -193,7 +193,7 @@ def _corpus(source: random.Random) -> Iterator[str]:
 
 
 def write_tokenizer(directory: Path, source: random.Random) -> None:
-    """Train sentencepiece (tokenizer.model) and write its fast twin (tokenizer.json, tokenizer_config.json).
+    """Train sentencepiece (tokenizer.model) and write the fast twin (tokenizer.json, tokenizer_config.json).
 
     One piece a character: the vocabulary has room for the characters and the special pieces and for no merge.
     The tokenizer adds no bos: with and without special tokens, "4729=" is the same five ids.
@@ -226,7 +226,7 @@ def write_tokenizer(directory: Path, source: random.Random) -> None:
 
 
 def _tokenizer_config() -> dict[str, object]:
-    """Written by hand: what `save_pretrained` adds depends on its version, and older ones cannot read it."""
+    """Written by hand: `save_pretrained` adds keys that depend on the version, and older versions cannot read them."""
     return {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": False,

@@ -4,7 +4,6 @@ A question is "47*29"; the model asks for `multiply` with 47 and 29, reads 1363,
 writes the form of a call and copies half of the digits wrong: what reinforcement learning then mends.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridflow.examples.tiny.task import CHARACTERS, SPECIAL_PIECES
+from hybridflow.examples.tiny.task import CHARACTERS, SPECIAL_PIECES, write_lines
 
 SMALLEST, LARGEST = 10, 99
 NUM_VALIDATION, NUM_HELDOUT = 512, 256
@@ -80,12 +79,12 @@ def split_products(source: random.Random) -> Products:
 
 def write_products(path: Path, products: Sequence[Product]) -> None:
     """As rows of an environment."""
-    _write(path, [{"question": product.question, "answer": product.answer} for product in products])
+    write_lines(path, [{"question": product.question, "answer": product.answer} for product in products])
 
 
 def write_conversations(path: Path, products: Sequence[Product]) -> None:
     """For supervised fine-tuning: the turns of the assistant are trained on."""
-    _write(path, [{"messages": product.messages} for product in products])
+    write_lines(path, [{"messages": product.messages} for product in products])
 
 
 def write_tools_tokenizer(directory: Path) -> None:
@@ -103,7 +102,3 @@ def write_tools_tokenizer(directory: Path) -> None:
     )
     whole.chat_template = TEMPLATE
     whole.save_pretrained(directory)
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

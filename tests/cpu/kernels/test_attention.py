@@ -35,7 +35,9 @@ TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}  # relative to the larg
 def packed_of(case: str) -> PackedSequences:
     before, groups, after = CASES[case]
     lengths = (*before, *(prompt for prompt, _ in groups), *(x for _, rest in groups for x in rest), *after)
-    return PackedSequences.of(lengths, CPU, SharedPrompts.of(groups, start=sum(before), device=CPU) if groups else None)
+    return PackedSequences.from_lengths(
+        lengths, CPU, SharedPrompts.from_lengths(groups, start=sum(before), device=CPU) if groups else None
+    )
 
 
 def seen_by(case: str) -> Iterator[tuple[slice, slice]]:
@@ -107,7 +109,7 @@ def test_two_tokens_by_hand() -> None:
     query = torch.tensor([7.0, 1.0]).view(2, 1, 1).requires_grad_()
     key = torch.tensor([0.0, 1.0986122886681098]).view(2, 1, 1).requires_grad_()
     value = torch.tensor([10.0, 20.0]).view(2, 1, 1).requires_grad_()
-    out = attend(query, key, value, packed=PackedSequences.of((2,), CPU), scale=1.0)
+    out = attend(query, key, value, packed=PackedSequences.from_lengths((2,), CPU), scale=1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5]))
     of_query, of_key, of_value = torch.autograd.grad(out[1].sum(), (query, key, value))
     torch.testing.assert_close(of_value.flatten(), torch.tensor([0.25, 0.75]))
@@ -177,7 +179,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
 def test_a_sequence_has_the_same_results_whatever_is_packed_beside_it() -> None:
     tensors = inputs("long", 4, 2, 24, torch.float32)
     together = ours("long")(*tensors)
-    alone = attend(*(x[192:] for x in tensors), packed=PackedSequences.of((130,), CPU), scale=SCALE)
+    alone = attend(*(x[192:] for x in tensors), packed=PackedSequences.from_lengths((130,), CPU), scale=SCALE)
     assert torch.equal(together[192:], alone)
 
 
@@ -190,7 +192,7 @@ def test_tensors_that_do_not_lie_by_rows() -> None:
 
 def test_items_by_hand() -> None:
     """Two rows of 4 and 2; a prompt of 5 with responses of 2 and 1, one of 3 with one of 6; padding of 8."""
-    shared = SharedPrompts.of([(5, (2, 1)), (3, (6,))], start=6, device=CPU)
+    shared = SharedPrompts.from_lengths([(5, (2, 1)), (3, (6,))], start=6, device=CPU)
     items = items_of((4, 2, 5, 3, 2, 1, 6, 8), shared)
     rows = [(0, 4, 0), (4, 2, 0), (23, 8, 0), (6, 5, 0), (14, 2, 5), (16, 1, 7), (11, 3, 0), (17, 6, 3)]
     assert [tuple(row) for row in items.stretches.tolist()] == rows

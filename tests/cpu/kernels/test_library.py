@@ -59,7 +59,7 @@ def program(path: Path, text: str) -> Path:
 
 def computes_as_torch() -> bool:
     """In float32, bit for bit: so it was torch."""
-    packed = PackedSequences.of((20, 7), torch.device("cpu"))
+    packed = PackedSequences.from_lengths((20, 7), torch.device("cpu"))
     qkv = torch.randn(3, 27, 2, 16, generator=torch.Generator().manual_seed(0))
     ours = attention_functions(torch.float32).attend(*qkv, packed=packed, scale=0.3)
     return torch.equal(ours, attention_by_length(*qkv, packed=packed, scale=0.3))

@@ -64,7 +64,7 @@ def test_buffers_hold_what_autograd_would_have_added(tied: bool, tmp_path: Path)
 def measure(model: str) -> dict:
     platforms.start(seed=0)
     calls: list[int] = []
-    with mock.patch.object(optimizer, "_add_in_products", lambda model: None):
+    with mock.patch.object(optimizer, "fuse_weight_gradients", lambda model: None):
         apart = gradients(Path(model), calls)
     together = gradients(Path(model), calls)
     platforms.stop()

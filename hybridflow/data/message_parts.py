@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]  # of keys, from a message to a part of it
 
 
 @dataclass(frozen=True)
-class SaidPart:
+class MessagePart:
     """number: of the message. path: of the part in it."""
 
     number: int
@@ -30,19 +30,19 @@ class SaidPart:
     def is_reasoning(self) -> bool:
         return self.path[0] in REASONING
 
-    def told(self, where: str) -> str:
-        """Where it stands, for a person."""
+    def described(self, where: str) -> str:
+        """Where the part stands, for a person."""
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)
         return f"{where}[{self.number}]{keys} = {shown(self.value)}"
 
 
 def first_left_out(
     text: str, messages: Sequence[Message], render: Render, *, first: int = 0, ended: Render | None = None
-) -> SaidPart | None:
+) -> MessagePart | None:
     """The first part of messages, from number `first` on, of which `text` has nothing.
 
-    render: makes the text. ended: makes that of a conversation that ends with its last message, as `render` by default.
-    Reasoning counts as rendered where the template has it while its message is the last.
+    render: makes the text. ended: makes the text of a conversation that ends with the last message; default: `render`.
+    Reasoning counts as rendered if the template has the reasoning while the message is the last.
     """
     suspects, place = [], 0
     for number, message in enumerate(messages[first:], start=first):
@@ -61,10 +61,11 @@ def first_left_out(
     return None
 
 
-def _parts(number: int, message: Message) -> list[SaidPart]:
-    found = [SaidPart(number, ("content",), message["content"].strip())] if (message["content"] or "").strip() else []
+def _parts(number: int, message: Message) -> list[MessagePart]:
+    content = (message["content"] or "").strip()
+    found = [MessagePart(number, ("content",), content)] if content else []
     found += [
-        SaidPart(number, (name,), message[name])
+        MessagePart(number, (name,), message[name])
         for name in REASONING
         if isinstance(message.get(name), str) and message[name].strip()
     ][:1]
@@ -75,9 +76,9 @@ def _parts(number: int, message: Message) -> list[SaidPart]:
         function: Any = called_function(call)
         path: Path = ("tool_calls", i, "function") if function is not call else ("tool_calls", i)
         if isinstance(function.get("name"), str):
-            found.append(SaidPart(number, (*path, "name"), function["name"]))
+            found.append(MessagePart(number, (*path, "name"), function["name"]))
         found += [
-            SaidPart(number, (*path, "arguments", *keys), leaf) for keys, leaf in _leaves(function.get("arguments"))
+            MessagePart(number, (*path, "arguments", *keys), leaf) for keys, leaf in _leaves(function.get("arguments"))
         ]
     return found
 
@@ -91,12 +92,12 @@ def _leaves(value: Any) -> list[tuple[Path, Any]]:
     return [] if value is None else [((), value)]
 
 
-def _said_by_another(part: SaidPart, messages: Sequence[Message]) -> bool:
+def _said_by_another(part: MessagePart, messages: Sequence[Message]) -> bool:
     return any(part.value in (other["content"] or "") for number, other in enumerate(messages) if number != part.number)
 
 
-def _without_mark(parts: Sequence[SaidPart], messages: Sequence[Message], render: Render) -> list[SaidPart]:
-    """Those of which nothing is rendered. Where a template refuses marks nothing is known, and nothing is told."""
+def _without_mark(parts: Sequence[MessagePart], messages: Sequence[Message], render: Render) -> list[MessagePart]:
+    """The parts of which nothing is rendered. No part where a template refuses marks: nothing is known then."""
     if not parts:
         return []
     marked: list[Message] = list(messages)

@@ -1,0 +1,278 @@
+"""A row of a rollout of many turns, from its prompt to its reward: one record for classes, agents and verifiers.
+
+    rows = ReplicaRows(requests, of_rollout, several=False)
+    rows.apply(TurnEvent(0, max_tokens=9))              # the model speaks: [EngineCall("0.0.1", Request(...), 9)]
+    rows[0].hear(0, [5, 6], [-0.1, -0.2])               # what it has said
+    rows.apply(TurnEvent(0, (7, 8), max_tokens=7))      # tokens of an answer; the model speaks again
+    rows.apply(TurnEvent(0, ends=True, rewards=(1.0,)))
+
+Each rank of an engine replica has the records, and applies the same events in the same order. The first rank applies an
+event when it happens (`Answers` of `rollout.turns`); it alone has the conversation beside the tokens.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from hybridflow.parallel.seeds import request_seed
+from hybridflow.rollout.engine import Request, Response
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TurnEvent:
+    """What happens to a row between two turns: tokens behind a turn and how many the next may have, or the row's end.
+
+    token_ids: behind the turn, also where the row ends. truncated: the row has ended at a limit. rewards: NaN of a row
+    that has failed. failed: none of the row's tokens counts.
+    drops: the branch's last turn, and what was written right before that turn, go. The engine may still be at that
+    turn. Where the row ends: of each branch that the engine is at.
+    branch: of the row, 0 the row's first sequence. The number after the last one begins another branch, whose first
+    tokens are all that the model reads there.
+    """
+
+    row: int
+    token_ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+    ends: bool = False
+    truncated: bool = False
+    rewards: tuple[float, ...] = ()
+    failed: bool = False
+    drops: bool = False
+    branch: int = 0
+
+
+class EngineCall(NamedTuple):
+    """request: to begin, with so many tokens at most; None: the request of this name is aborted."""
+
+    name: str
+    request: Request | None = None
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What a sequence says, beside the tokens. messages: None before an agent's first request, and with token ids.
+
+    fields: that enter the chat template. ended: the token by which the model has ended the last turn. cut: that turn
+    has met a limit. answered: the model has spoken.
+    """
+
+    messages: list[Message] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    ended: int | None = None
+    cut: bool = False
+    answered: bool = False
+
+
+@dataclass
+class RowSequence:
+    """A sequence of a row. prompt: the row's, of the first sequence; a further one has all in `token_ids`.
+
+    turn: the last that the engine was asked for, without those that were dropped; asked: with them. speaks: the engine
+    is at that turn. kept: tokens before that turn and before what was written right before that turn. read: what the
+    turn was asked with, and a number that tells equal ones apart.
+    opening: tokens that count as prompt for a limit: the row's, or those of the first request.
+    transcript, before: now, and without the turn that `drop` takes back.
+    """
+
+    prompt: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    turn: int = 0
+    asked: int = 0
+    speaks: bool = False
+    kept: int = 0
+    read: tuple[bytes, int] = (b"", 0)
+    opening: int = 0
+    transcript: Transcript = field(default_factory=Transcript)
+    before: Transcript = field(default_factory=Transcript)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return [*self.prompt, *self.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens, without a turn that the engine is at and what was written right before that turn."""
+        return len(self.prompt) + (self.kept if self.speaks else len(self.token_ids))
+
+    @property
+    def used(self) -> int:
+        """Of these, behind the opening."""
+        return max(0, self.num_settled - self.opening)
+
+    @property
+    def settled(self) -> Transcript:
+        """Without a request that the model still answers."""
+        return self.before if self.speaks else self.transcript
+
+    def write(self, token_ids: Sequence[int]) -> None:
+        """What somebody else has written before the next turn."""
+        self.kept = len(self.token_ids)
+        self.opening = self.opening or len(token_ids)
+        self.add(token_ids)
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
+        """log_probs: of what was sampled; none of what somebody else has written."""
+        self.token_ids += token_ids
+        self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
+        self.sampled += [log_probs is not None] * len(token_ids)
+
+    def drop(self) -> None:
+        """The last turn, and what was written right before that turn."""
+        self.speaks, self.turn, self.transcript = False, self.turn - 1, self.before
+        for tokens in (self.token_ids, self.log_probs, self.sampled):
+            del tokens[self.kept :]
+        self.opening = self.opening if self.num_tokens else 0
+
+
+class RowRecord:
+    """One that is under way. number: in the replica. of_rollout: in the rollout. several: a row may have sequences.
+
+    On the first rank of the replica: columns: of the data. limit: tokens behind the prompt. begun: when the row's first
+    turn, or agent, began, on the clock. waiting_since: when somebody else than the model had to go on; None while the
+    model speaks. worker: the row's number in the pool of processes.
+    """
+
+    def __init__(self, number: int, of_rollout: int, request: Request, *, several: bool = False) -> None:
+        self.number, self.of_rollout, self._several = number, of_rollout, several
+        self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `RowSequence.read`
+        self.sequences = [RowSequence(request.prompt, opening=len(request.prompt))]
+        self.columns: Mapping[str, Any] = {}
+        self.limit, self.begun = 0, 0.0
+        self.waiting_since: float | None = None
+        self.worker: int | None = None
+
+    @property
+    def turn(self) -> int:
+        """Of the model, in all sequences."""
+        return sum(sequence.turn for sequence in self.sequences)
+
+    @property
+    def num_speaking(self) -> int:
+        return sum(sequence.speaks for sequence in self.sequences)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the model has ended a turn that counts."""
+        return any(sequence.settled.answered for sequence in self.sequences)
+
+    def apply(self, event: TurnEvent) -> list[EngineCall]:
+        """What the engine is to do."""
+        calls = []
+        for number, sequence in enumerate(self.sequences) if event.drops else ():
+            if sequence.speaks if event.ends else number == event.branch:
+                calls += [EngineCall(self._name(number))] if sequence.speaks else []
+                self._read.discard(sequence.read)  # what is asked next is asked as if there had been no such turn
+                sequence.drop()
+        if event.ends:
+            self.sequences[0].add(event.token_ids)
+        elif not event.drops:
+            if event.branch == len(self.sequences):
+                self.sequences.append(RowSequence())
+            self.sequences[event.branch].write(event.token_ids)
+            request = self._next_request(event.branch)
+            calls.append(EngineCall(self._name(event.branch), request, event.max_tokens))
+        return calls
+
+    def hear(self, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """A turn of the model has ended."""
+        self.sequences[branch].speaks = False
+        self.sequences[branch].add(token_ids, log_probs)
+
+    def _name(self, branch: int) -> str:
+        return f"{self.number}.{branch}.{self.sequences[branch].asked}"
+
+    def _next_request(self, branch: int) -> Request:
+        """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
+        sequence = self.sequences[branch]
+        sequence.turn, sequence.asked, sequence.speaks = sequence.turn + 1, sequence.asked + 1, True
+        ids = sequence.all_tokens
+        return Request(ids, self._seed(sequence, ids), self._first.bucket)
+
+    def _seed(self, sequence: RowSequence, ids: Sequence[int]) -> int:
+        """Of a row that may have several sequences by the tokens: requests may come in another order next time."""
+        if not self._several:
+            return self._first.seed if sequence.turn == 1 else request_seed(self._first.seed, sequence.turn)
+        digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
+        number = next(number for number in count(1) if (digest, number) not in self._read)
+        sequence.read = digest, number
+        self._read.add(sequence.read)
+        return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
+
+    def response(self, last: TurnEvent) -> Response:
+        """Sequences in which the model has said nothing are left out, and of a row that has failed all but the first.
+
+        After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
+        agent's requests may come in another order next time.
+        """
+        first, *further = self.sequences
+        there = [] if last.failed else [sequence for sequence in further if any(sequence.sampled)]
+        if there and not first.prompt:  # the row's prompt is what the first sequence begins with
+            there += [first] if any(first.sampled) else []
+            first, *there = sorted(there, key=_order)
+        there.sort(key=_order)
+        starts, token_ids, log_probs, sampled = [], [*first.token_ids], [*first.log_probs], [*first.sampled]
+        for sequence in there:
+            starts.append(len(token_ids))
+            token_ids += sequence.token_ids
+            log_probs += sequence.log_probs
+            sampled += sequence.sampled
+        if last.failed:
+            log_probs, sampled = [0.0] * len(token_ids), [False] * len(token_ids)
+        return Response(
+            token_ids, log_probs, last.truncated, sampled=sampled, rewards=last.rewards, branch_starts=tuple(starts)
+        )
+
+
+def _order(sequence: RowSequence) -> tuple[int, list[int]]:
+    return sequence.sampled.index(True), sequence.token_ids
+
+
+class ReplicaRows:
+    """The rows of an engine replica. room: turns that the engine takes at a time; num_speaking: that it has now."""
+
+    def __init__(
+        self, requests: Sequence[Request], of_rollout: Sequence[int], *, several: bool = False, room: int = 1 << 30
+    ) -> None:
+        numbered = enumerate(zip(requests, of_rollout, strict=True))
+        self.records = [RowRecord(i, row, request, several=several) for i, (request, row) in numbered]
+        self.room, self.num_speaking, self.num_dropped = room, 0, 0
+        self._happened: list[tuple[TurnEvent, list[EngineCall]]] = []
+
+    def __getitem__(self, number: int) -> RowRecord:
+        return self.records[number]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._happened)
+
+    def apply(self, event: TurnEvent) -> None:
+        """See `RowRecord.apply`; `take_events` has the engine's calls."""
+        record = self.records[event.row]
+        turns, speaking = record.turn, record.num_speaking
+        self._happened.append((event, record.apply(event)))
+        self.num_speaking += record.num_speaking - speaking
+        self.num_dropped += max(0, turns - record.turn)
+
+    def hear(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """See `RowRecord.hear`."""
+        self.num_speaking -= 1
+        self.records[row].hear(branch, token_ids, log_probs)
+
+    def take_events(self) -> list[tuple[TurnEvent, list[EngineCall]]]:
+        """Those since the last call, in order, each with what the engine is to do."""
+        found, self._happened = self._happened, []
+        return found
