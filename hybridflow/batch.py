@@ -170,7 +170,13 @@ class RolloutBatch:
         first = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() > 0])
         own = torch.where(first, self.prompt_lengths[rows], tokens_before(mask, lengths))
         return RolloutBatch(
-            self.input_ids, lengths, own, self.prompt_indices[rows], self.truncated[rows], mask, self.rollout_log_probs
+            self.input_ids,
+            lengths,
+            own,
+            self.prompt_indices[rows],
+            self.truncated[rows],
+            response_mask=mask,
+            rollout_log_probs=self.rollout_log_probs,
         )
 
     def branches_of(self, rows: Tensor) -> Tensor:

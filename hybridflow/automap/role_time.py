@@ -258,8 +258,8 @@ class Model:
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
     ep_ranks = layout.expert_tp * layout.ep if layout.replicas_per_expert_copy > 1 else 1
     hosts = hosts_of(layout, "tp", device) if ep_ranks <= device.profile.ranks_per_host else 2
-    how = (config.dtype, head, config.sequence_parallel)
-    return Model(spec, layout.tp, *how, device, hosts, layout.expert_tp, ep_ranks)
+    own = {"hosts": hosts, "expert_tp": layout.expert_tp, "ep_ranks": ep_ranks}
+    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device=device, **own)
 
 
 # ------------------------------------------------------------------------------------------------ on a grid

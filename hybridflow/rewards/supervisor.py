@@ -146,7 +146,9 @@ class Supervisor:
             self._trainer.send({"withdrawn": gone})
             return
         row, last = header.get("row"), header.get("last", False)
-        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, row, last, header.get("seconds"))
+        unit = RowsOfCall(
+            header["unit"], header["function"], header["rows"], body, row, last=last, seconds=header.get("seconds")
+        )
         lost = self._rows.why_lost(row)
         if lost is not None:
             self._answer_lost(unit, lost)
@@ -330,7 +332,7 @@ class Supervisor:
         os.close(written)
         os.set_blocking(output, False)
         capacity = max(charge.specs[number].concurrency if charge.specs[number].awaited else 1 for number in functions)
-        return Worker(pid, MessageChannel(near), output, functions, capacity, time.monotonic() + LOAD_SECONDS)
+        return Worker(pid, MessageChannel(near), output, functions, capacity, deadline=time.monotonic() + LOAD_SECONDS)
 
     def _hand_out(self) -> None:
         """To workers that are free, in the order in which units came; of several functions in turn."""

@@ -63,7 +63,7 @@ def engine_overheads(directory: Path, world: RunContext, profile: DeviceProfile)
         shared = _measured(directory, MANY, world, tp=2)
         message = max((shared.few - many.few) / (2 * MANY + 2) - profile.collectives[0].latency, 0.0)
     step = max(few.few - FEW * layer - FEW_SEQUENCES * (sequence + VOCAB_SIZE * logit), 0.0)
-    return EngineOverheads(step, layer, sequence, logit, message, few.wake)
+    return EngineOverheads(step, layer, sequence, logit, message, engine_wake=few.wake)
 
 
 def _measured(directory: Path, layers: int, world: RunContext, *, tp: int, vocabulary: int = VOCAB_SIZE) -> _Steps:

@@ -92,7 +92,7 @@ def _alone(device: torch.device, group: dist.ProcessGroup, directory: Path) -> _
         arithmetic.stream_bandwidth(device),
         arithmetic.host_bandwidth(device),
         _disk_bandwidth(directory),
-        arithmetic.operation_seconds(device),
+        operation=arithmetic.operation_seconds(device),
     )
 
 
