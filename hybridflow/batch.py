@@ -24,12 +24,14 @@ import dataclasses
 import enum
 import functools
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_type_hints
 
 import torch
 from torch import Tensor
+
+from hybridflow.algorithms.packed import counted, spread
 
 
 class Per(enum.Enum):
@@ -66,8 +68,10 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def token_lists(self) -> list[list[int]]:
-        return [ids.tolist() for ids in self.input_ids.split(self.lengths.tolist())]
+    def token_lists(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
+        """Of these prompts; None: of all."""
+        found = self.input_ids.split(self.lengths.tolist())
+        return [ids.tolist() for ids in (found if numbers is None else map(found.__getitem__, numbers))]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class RolloutBatch:
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.response_mask.sum())
+        return int(self.response_mask.count_nonzero())
 
     @property
     def has_routing(self) -> bool:
@@ -142,7 +146,8 @@ class RolloutBatch:
     @property
     def rows_of_branches(self) -> Tensor:
         """(B,) int64: the row of each sequence that a model reads by itself; 0 .. N - 1 where no row has several."""
-        return torch.arange(len(self)).repeat_interleave(1 + self._further_branches())
+        rows = torch.arange(len(self))
+        return spread(rows, 1 + counted(self.branch_starts, self.lengths)) if self.has_branches else rows
 
     @property
     def branch_lengths(self) -> Tensor:
@@ -165,18 +170,18 @@ class RolloutBatch:
         first = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() > 0])
         own = torch.where(first, self.prompt_lengths[rows], tokens_before(mask, lengths))
         return RolloutBatch(
-            self.input_ids, lengths, own, self.prompt_indices[rows], self.truncated[rows], mask, self.rollout_log_probs
+            self.input_ids,
+            lengths,
+            own,
+            self.prompt_indices[rows],
+            self.truncated[rows],
+            response_mask=mask,
+            rollout_log_probs=self.rollout_log_probs,
         )
 
     def branches_of(self, rows: Tensor) -> Tensor:
         """The branches of these rows (int64), in their order: numbers of rows of `by_branch`."""
-        return token_index(1 + self._further_branches(), rows) if self.has_branches else rows
-
-    def _further_branches(self) -> Tensor:
-        """(N,) int64: of each row, beside its first sequence."""
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.branch_starts.cumsum(0)])
-        ends = self.lengths.cumsum(0)
-        return before[ends] - before[ends - self.lengths]
+        return token_index(1 + counted(self.branch_starts, self.lengths), rows) if self.has_branches else rows
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, without the numbers of records, an environment's rewards and branches where there are none.
@@ -190,18 +195,22 @@ class RolloutBatch:
         }
         return {name: x for name, x in vars(self).items() if there.get(name, True)}
 
-    def response_token_lists(self, rows: list[int]) -> list[list[int]]:
-        """All that follows the prompt, of some rows: what the policy wrote and what was written in between."""
-        starts = (offsets(self.lengths) + self.prompt_lengths).tolist()
-        ends = self.lengths.cumsum(0).tolist()
-        return [self.input_ids[starts[row] : ends[row]].tolist() for row in rows]
+    def response_token_lists(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """All that follows the prompt, row by row: what the policy wrote and what was written in between."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        starts = (offsets(self.lengths) + self.prompt_lengths)[index].tolist()
+        for start, end in zip(starts, self.lengths.cumsum(0)[index].tolist(), strict=True):
+            yield self.input_ids[start:end].tolist()
 
     def select(self, rows: Tensor) -> Self:
         """The batch of these rows (int64), in this order."""
         tokens = token_index(self.lengths, rows)
         found = marks(type(self))
         return type(self)(
-            **{name: getattr(self, name)[tokens if per is Per.TOKEN else rows] for name, per in found.items()}
+            **{
+                name: getattr(self, name).index_select(0, tokens if per is Per.TOKEN else rows)
+                for name, per in found.items()
+            }
         )
 
 
@@ -281,21 +290,22 @@ def offsets(lengths: Tensor) -> Tensor:
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """Flat positions of the tokens of `rows`, row after row: int64."""
     wanted = lengths[rows]
-    within = torch.arange(int(wanted.sum()), device=lengths.device) - offsets(wanted).repeat_interleave(wanted)
-    return offsets(lengths)[rows].repeat_interleave(wanted) + within
+    index = spread(offsets(lengths)[rows] - offsets(wanted), wanted)
+    return index.add_(torch.arange(len(index)))
 
 
 def response_mask(lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
     """(T,) bool: True from the first token after the prompt."""
-    position = torch.arange(int(lengths.sum()), device=lengths.device) - offsets(lengths).repeat_interleave(lengths)
-    return position >= prompt_lengths.repeat_interleave(lengths)
+    prompts = prompt_lengths.minimum(lengths)
+    parts = torch.stack([prompts, lengths - prompts], dim=1).flatten()
+    return spread(torch.tensor([False, True]).repeat(len(lengths)), parts)
 
 
 def tokens_before(mask: Tensor, lengths: Tensor) -> Tensor:
     """(N,) int64: of each row those before the first that is in the mask (T,); all of them where none is."""
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    places = torch.arange(len(mask)) - offsets(lengths)[rows]
-    return lengths.scatter_reduce(0, rows[mask], places[mask], "amin")
+    places, starts = mask.nonzero().flatten(), offsets(lengths)
+    first = torch.cat([places, lengths.sum()[None]])[torch.searchsorted(places, starts)]
+    return torch.minimum(first - starts, lengths)
 
 
 def balanced_partition(costs: list[int], num_parts: int) -> list[list[int]]:
@@ -307,8 +317,8 @@ def balanced_partition(costs: list[int], num_parts: int) -> list[list[int]]:
     """
     heap = [(0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
-        load, part = heapq.heappop(heap)
+    for row in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones the lower index first
+        load, part = heap[0]
         parts[part].append(row)
-        heapq.heappush(heap, (load + max(costs[row], 1), part))
+        heapq.heapreplace(heap, (load + max(costs[row], 1), part))
     return [sorted(part) for part in parts]

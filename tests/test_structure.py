@@ -160,6 +160,24 @@ LAUNCHER = "hybridflow.launcher"
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 TABLES = ["hybridflow.config.other_trainers", "hybridflow.architecture.weights"]  # rows, one after the other
 
+MAX_POSITIONAL = 5
+# Calls that may have more arguments without a name, by what is called.
+POSITIONAL = {
+    "*.add_row": "cells of a table",
+    "RichProgress": "columns of a table",
+    "runs.run": "words of a command line",
+    "*.info": "values of a log line's format",
+    "*.apply": "an autograd function takes no names",
+    "ctx.kernel": "two kernels of one signature, one of them torch's",
+    "torch.ops.*": "torch's operators",
+    "varlen_attn": "torch's",
+    "_LIBC.*": "C",
+    "_call": "the CUDA driver, C",
+    "their_update": "vLLM's, replaced as vLLM calls it",
+    "their_forward": "vLLM's, replaced as vLLM calls it",
+}
+MAX_GENERATE = 4  # callables of this name, so that a reader finds the one that is meant
+
 # Neither may reach the other, not even through a third module: the trainer introduces them.
 STRANGERS = ("hybridflow.reshard", "hybridflow.rollout")
 
@@ -196,6 +214,8 @@ def violations(tree: dict[str, str]) -> list[str]:
         *questions_asked(tree),
         *names_that_stand_twice(tree),
         *too_long(tree),
+        *without_names(tree),
+        *many_generate(tree),
     ]
 
 
@@ -454,6 +474,34 @@ def too_long(tree: dict[str, str]) -> list[str]:
     ]
 
 
+def without_names(tree: dict[str, str]) -> list[str]:
+    """Calls with more than MAX_POSITIONAL arguments that say not what they are."""
+    return [
+        f"{module}:{node.lineno} {ast.unparse(node.func)}: {count} arguments have no name, at most {MAX_POSITIONAL}"
+        for module, source in tree.items()
+        if within(module, ["hybridflow"])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and (count := len(node.args)) > MAX_POSITIONAL
+        and not any(fnmatchcase(ast.unparse(node.func), called) for called in POSITIONAL)
+    ]
+
+
+def many_generate(tree: dict[str, str]) -> list[str]:
+    """An overload is the function that it belongs to."""
+    found = {
+        f"{module}.{getattr(parent, 'name', '')}"
+        for module, source in tree.items()
+        if within(module, ["hybridflow"])
+        for parent in ast.walk(ast.parse(source))
+        for node in ast.iter_child_nodes(parent)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") == "generate"
+    }
+    return [f"{len(found)} callables are called generate, at most {MAX_GENERATE}: {found}"] * (
+        len(found) > MAX_GENERATE
+    )
+
+
 def asked(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
@@ -599,6 +647,16 @@ BROKEN = {
         "def f():\n" + "    x = 1\n" * 60,
         "hybridflow.roles.actor:1 f has 61 lines",
     ),
+    "arguments without names": (
+        "hybridflow.roles.actor",
+        "def f(g):\n    return g.table.make(1, 2, 3, 4, 5, 6)",
+        "hybridflow.roles.actor:2 g.table.make: 6 arguments have no name",
+    ),
+    "many of one name": (
+        "hybridflow.roles.actor",
+        "".join(f"class C{i}:\n    def {'_' * (i % 2)}generate(self): ...\n" for i in range(5)),
+        "5 callables are called generate",
+    ),
     "the launcher to the rest": (
         "hybridflow.launcher.hosts",
         "from hybridflow.errors import UserError",
@@ -636,3 +694,12 @@ def test_read_tree_names_modules_and_packages(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass\n")
     assert read_tree(tmp_path) == dict.fromkeys(["hybridflow", "hybridflow.roles.actor", "launch.hosts"], "pass\n")
+
+
+MOST_WORDS = {"its": 352, "told": 79}  # in hybridflow/, identifiers included: name the thing instead
+
+
+def test_things_are_named() -> None:
+    words = Counter(re.findall(r"\b(its|told)\b", "\n".join(path.read_text() for path in sources()), re.IGNORECASE))
+    found = {word: words[word] + words[word.capitalize()] for word in MOST_WORDS}
+    assert all(found[word] <= most for word, most in MOST_WORDS.items()), found

@@ -177,7 +177,7 @@ class ChatServer:
             http.headers.get(RETRIES, "0") != "0",
             self._loop.create_future(),
             by_tokens,
-            lambda: http.transport is None or http.transport.is_closing(),
+            has_left=lambda: http.transport is None or http.transport.is_closing(),
         )
         self._put(request)
         try:

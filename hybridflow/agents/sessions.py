@@ -141,7 +141,12 @@ class Sessions:
         else:
             message, why = self._message(session, branch, asked, token_ids)
             answer = Completion(
-                f"chatcmpl-{name}", in_openai_form(message), why, num_prompt, len(token_ids), asked.tells_usage
+                f"chatcmpl-{name}",
+                in_openai_form(message),
+                why,
+                num_prompt,
+                len(token_ids),
+                tells_usage=asked.tells_usage,
             )
             self._server.answer(request, answer)
             messages = [*(sequence.transcript.messages or ()), message]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask
+from hybridflow.algorithms.packed import chosen, counted, placed, spread
 
 WHITEN_EPS = 1e-8  # added to the variance
 
@@ -44,21 +45,19 @@ def gae(
     require_flat(rewards=rewards, values=values, response_mask=response_mask)
     require_mask(response_mask=response_mask)
     require_lengths(lengths, rewards.shape[0])
-    steps = response_mask.nonzero().squeeze(1)  # (R,)
     counts = tokens_in_mask(response_mask, lengths)
-    remaining = _tokens_after(counts, steps.shape[0])
-    step_values = values[steps]
-    next_values = torch.where(remaining > 0, step_values.roll(-1), 0.0)
-    deltas = rewards[steps] + gamma * next_values - step_values
+    remaining = _tokens_after(counts)  # (R,), of the steps alone, and so are deltas
+    step_values = chosen(values, response_mask)
+    next_values = step_values.roll(-1).masked_fill_(remaining == 0, 0.0)
+    deltas = next_values.mul_(gamma).add_(chosen(rewards, response_mask)).sub_(step_values)
     discount = gamma * gae_lambda
     if isinstance(discount, Tensor):
         require_flat(lengths=lengths, gae_lambda=discount)
-        discount = discount.repeat_interleave(counts, output_size=len(steps)).to(deltas.dtype)
+        discount = spread(discount.to(deltas.dtype), counts)
     longest = int(counts.max()) if len(counts) else 0
     sums = _discounted_suffix_sums(deltas, remaining, discount=discount, longest=longest)
-    advantages = rewards.new_zeros(rewards.shape)
-    advantages[steps] = sums
-    return advantages, advantages + values.masked_fill(~response_mask, 0.0)
+    advantages = placed(sums, response_mask)
+    return advantages, values.masked_fill(~response_mask, 0.0).add_(advantages)
 
 
 def discounted_returns(rewards: Tensor, response_mask: Tensor, *, lengths: Tensor, gamma: float) -> Tensor:
@@ -125,7 +124,7 @@ def to_tokens(per_sequence: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
     require_flat(per_sequence=per_sequence, lengths=lengths)
     require_mask(mask=mask)
     require_lengths(lengths, mask.shape[0])
-    return per_sequence.repeat_interleave(lengths, output_size=mask.shape[0]).masked_fill(~mask, 0)
+    return spread(per_sequence, lengths).masked_fill_(~mask, 0)
 
 
 def tokens_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
@@ -143,9 +142,7 @@ def tokens_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
     """
     require_mask(mask=mask)
     require_lengths(lengths, mask.shape[0])
-    before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
-    ends = lengths.cumsum(0)
-    return before[ends] - before[ends - lengths]
+    return counted(mask, lengths)
 
 
 def sequence_sums(x: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
@@ -165,9 +162,8 @@ def sequence_sums(x: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
     require_flat(x=x, mask=mask)
     require_mask(mask=mask)
     require_lengths(lengths, mask.shape[0])
-    rows = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths, output_size=len(x))
-    sums = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
-    return sums.index_add(0, rows, x.double().masked_fill(~mask, 0.0)).to(x.dtype)
+    rows, sums = spread(torch.arange(len(lengths)), lengths), torch.zeros(len(lengths), dtype=torch.float64)
+    return sums.index_add_(0, rows, x.double().masked_fill(~mask, 0.0)).to(x.dtype)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -185,7 +181,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """
     require_flat(x=x, mask=mask)
     require_mask(mask=mask)
-    return x.masked_fill(~mask, 0).sum() / mask.sum()
+    return x.masked_fill(~mask, 0).sum() / mask.count_nonzero()
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -208,15 +204,17 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """
     require_flat(x=x, mask=mask)
     require_mask(mask=mask)
-    centred = (x.double() - masked_mean(x.double(), mask)).masked_fill(~mask, 0.0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    outside, number = ~mask, mask.count_nonzero()
+    centred = x.masked_fill(outside, 0.0).double()
+    centred = centred.sub_(centred.sum() / number).masked_fill_(outside, 0.0)
+    variance = centred.square().sum() / (number - 1).clamp(min=1)
     return (centred * (variance + WHITEN_EPS).rsqrt()).to(x.dtype)
 
 
-def _tokens_after(lengths: Tensor, num_tokens: int) -> Tensor:
-    """How many tokens of the same sequence follow each token, int64 (T,)."""
-    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=num_tokens)
-    return ends - 1 - torch.arange(num_tokens, device=lengths.device)
+def _tokens_after(lengths: Tensor) -> Tensor:
+    """How many tokens of the same sequence follow each token, int32 (T,)."""
+    ends = spread(lengths.cumsum(0), lengths)
+    return ends.sub_(torch.arange(1, len(ends) + 1)).int()
 
 
 def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float | Tensor, longest: int) -> Tensor:
@@ -230,7 +228,7 @@ def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float | T
     shift = 1
     while shift < longest:
         factor = discount[:-shift] if isinstance(discount, Tensor) else discount
-        # The right side is a new tensor, complete before the addition writes over what it read.
-        sums[:-shift] += torch.where(remaining[:-shift] >= shift, factor * sums[shift:], 0.0)
+        # The term is a new tensor, complete before the addition writes over what it read.
+        sums[:-shift] += (factor * sums[shift:]).masked_fill_(remaining[:-shift] < shift, 0.0)
         shift, discount = 2 * shift, discount * discount
     return sums

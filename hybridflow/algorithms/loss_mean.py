@@ -37,7 +37,7 @@ def token_mean(mask: Tensor, lengths: Tensor) -> LossMean:
     """
     require_mask(mask=mask)
     require_lengths(lengths, mask.shape[0])
-    return LossMean(mask.float(), max(int(mask.sum()), 1))
+    return LossMean(mask.float(), max(int(mask.count_nonzero()), 1))
 
 
 def token_sum(mask: Tensor, lengths: Tensor) -> LossMean:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.checks import require_flat, require_mask
+from hybridflow.algorithms.packed import chosen
 
 
 def squared_value_loss(values: Tensor, returns: Tensor) -> Tensor:
@@ -73,8 +74,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """
     require_flat(values=values, returns=returns, mask=mask)
     require_mask(mask=mask)
-    targets = returns.detach()[mask].double()
-    errors = targets - values.detach()[mask].double()
+    targets = chosen(returns, mask).double()
     total = targets.var(correction=0)
-    explained = 1 - errors.var(correction=0) / total
+    explained = 1 - targets.sub_(chosen(values, mask)).var(correction=0) / total  # by now they are the errors
     return torch.where(total > 0, explained, 0.0).to(values.dtype)

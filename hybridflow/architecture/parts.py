@@ -51,7 +51,7 @@ def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
         return Matrix(weight.split, spec.padded_vocab_size, columns)
     rows = sum(shape[0] for shape in shapes)
     if weight.split is Split.QKV:
-        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, head_dim=spec.head_dim)
     return Matrix(weight.split, rows, columns, experts=max(weight.experts, 1), engine_split=weight.engine_split)
 
 

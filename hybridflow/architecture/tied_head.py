@@ -71,7 +71,7 @@ def _reading(entry: HeaderEntry) -> Read:
         shape = entry.info.shape
         out = torch.empty((stop - start, *shape[1:]), dtype=entry.info.dtype)
         with opened(entry.file) as fd:
-            read_box(fd, entry.file, entry.start, shape, (start, *(0 for _ in shape[1:])), out)
+            read_box(fd, entry.file, entry.start, shape, (start, *(0 for _ in shape[1:])), out=out)
         return out
 
     return read

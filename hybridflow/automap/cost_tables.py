@@ -54,7 +54,7 @@ class Sums:
             self.updating + other.updating,
             self.held + other.held,
             np.maximum(self.activations, other.activations),
-            self.resting + other.resting,
+            resting=self.resting + other.resting,
         )
 
     @property
@@ -102,7 +102,7 @@ class SecondsToCome:
 
 def zeros(count: int) -> Sums:
     none, no_bytes = np.zeros(count), np.zeros(count, dtype=np.int64)
-    return Sums(np.zeros(()), none, none, no_bytes, no_bytes, no_bytes)
+    return Sums(np.zeros(()), none, none, no_bytes, no_bytes, resting=no_bytes)
 
 
 def least_of(level: CostTable) -> Sums:
@@ -113,7 +113,7 @@ def least_of(level: CostTable) -> Sums:
         level.updating.min(axis=0),
         level.held.min(axis=0),
         level.activations.min(axis=0),
-        level.resting.min(axis=0),
+        resting=level.resting.min(axis=0),
     )
 
 
@@ -161,7 +161,7 @@ class CostTables:
             seconds("updating"),
             of("held"),
             of("activations"),
-            of("resting"),
+            resting=of("resting"),
             name=name,
             options=options,
         )
@@ -175,7 +175,7 @@ class CostTables:
         none, no_bytes = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
         generating = np.array([option.generating for option in options], dtype=np.float64)
-        return CostTable(generating, none, none, held, no_bytes, resting, name=ENGINE, options=options)
+        return CostTable(generating, none, none, held, no_bytes, resting=resting, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
         """What the engine takes on the chosen actor beyond the level, and in the place of what that has of resting:

@@ -115,7 +115,7 @@ class EngineOptions:
         )
         hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
         seconds = at_once(cost, replicas, hosts=hosts)
-        return EngineOption(rollout.tp, rollout.pp, gib, cache, seconds, rollout.expert_parallel)
+        return EngineOption(rollout.tp, rollout.pp, gib, cache, seconds, expert_parallel=rollout.expert_parallel)
 
 
 def _parts_of(cache: KVCacheSize) -> list[int]:

@@ -38,7 +38,7 @@ class Responses:
 def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     """One replica of tp x pp ranks. The stages work one after another: a step waits for the token of the one before."""
     key = ("generate", spec, cut, pp, dtype, responses)
-    return device.known(key, lambda: _generation_cost(spec, cut, pp, dtype, responses, device))
+    return device.known(key, lambda: _generation_cost(spec, cut, pp, dtype, responses, device=device))
 
 
 def _generation_cost(spec: ModelSpec, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:

@@ -139,7 +139,7 @@ class Options:
         """Fastest first."""
         if num_ranks not in self._engines:
             found = EngineOptions(
-                self.generating, self.specs["actor"], self.work, self.free[ENGINE], self.device, self._cuda
+                self.generating, self.specs["actor"], self.work, self.free[ENGINE], self.device, cuda=self._cuda
             )
             self._engines[num_ranks] = found.on(num_ranks)
         return self._engines[num_ranks]
@@ -202,7 +202,7 @@ class Options:
     ) -> float:
         """Seconds of one rank."""
         profile = self.device.profile
-        model = Model(spec, 1, role.dtype, head_of(name), False, self.device)
+        model = Model(spec, 1, role.dtype, head_of(name), False, device=self.device)
         in_layer = sum(2 * k * n for k, n in model.matrices)
         if model.experts:
             in_layer += model.experts.copies * sum(2 * k * n for k, n in model.experts.matrices)
@@ -318,11 +318,11 @@ class Options:
             layout,
             alone,
             scoring,
-            early,
-            updating,
-            held,
-            tuple(each.activations for each in footprints),
-            rest,
+            early=early,
+            updating=updating,
+            held=held,
+            activations=tuple(each.activations for each in footprints),
+            resting=rest,
         )
 
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:

@@ -249,7 +249,7 @@ class Model:
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
     how = (config.dtype, head, config.sequence_parallel)
-    return Model(spec, layout.tp, *how, device, hosts_of(layout, "tp", device), layout.cut)
+    return Model(spec, layout.tp, *how, device=device, hosts=hosts_of(layout, "tp", device), cut=layout.cut)
 
 
 # ------------------------------------------------------------------------------------------------ on a grid

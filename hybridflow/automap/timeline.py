@@ -48,7 +48,7 @@ def schedule(
     """In the order in which they were given. shared: whether ranks of a host share processors."""
     times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
     return tuple(
-        Span(each.phase, each.role, each.ranks, begin, end - begin, each.cost.bound, _waits(each))
+        Span(each.phase, each.role, each.ranks, begin, end - begin, bound=each.cost.bound, waits=_waits(each))
         for each, (begin, end) in zip(operations, times, strict=True)
     )
 

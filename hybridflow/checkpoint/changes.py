@@ -113,7 +113,7 @@ def changes(saved: Tree, now: Tree, *, next_iteration: int, fork: bool = False) 
         rule = rule_of(key)
         shown.append(key)
         effect, why = _judged(key, rule, before, after, next_iteration=next_iteration, fork=fork)
-        found.append(Change(key, old, new, rule, effect, why))
+        found.append(Change(key, old, new, rule, effect, why=why))
     return Changes(tuple(found), next_iteration, fork)
 
 
@@ -129,7 +129,7 @@ def content_changes(
         if name in now and saved[name] != now[name] and name != "the config":
             rule = next((rule for rule in CONTENTS if any(fnmatchcase(name, key) for key in rule.keys)), UNKNOWN)
             before, after = _readable(saved[name]), _readable(now[name])
-            found.append(Change(name, before, after, rule, rule.effect(fork=fork), rule.why))
+            found.append(Change(name, before, after, rule, rule.effect(fork=fork), why=rule.why))
     return Changes(tuple(found), next_iteration, fork)
 
 

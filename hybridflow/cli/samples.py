@@ -130,7 +130,14 @@ def _sample(line: bytes, where: str) -> ShownSample:
     heldout = tree.get("kind") == "heldout"
     turns = tree.get("turns") or ()
     return ShownSample(
-        tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts, columns, heldout, turns
+        tree["iteration"],
+        str(tree["prompt"]),
+        str(tree["response"]),
+        tree["score"],
+        parts,
+        columns=columns,
+        heldout=heldout,
+        turns=turns,
     )
 
 

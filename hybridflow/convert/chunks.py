@@ -73,7 +73,7 @@ def _chunks(weight: Weight, spec: ModelSpec, files: WeightFiles, infos: Mapping[
             shape=shape,
             whole=whole if layer is None else (spec.num_layers, *whole),
             dtype=infos[weight.hf[0]].dtype,
-            read=partial(_read, files, weight.hf[block.part], shapes[block.part], rows, shape),
+            read=partial(_read, files, weight.hf[block.part], shapes[block.part], rows, chunk_shape=shape),
         )
 
 

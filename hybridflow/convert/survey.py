@@ -93,7 +93,7 @@ def survey(files: CheckpointFiles, spec: ModelSpec) -> Survey:
     unknown = files.unknown if isinstance(files, MegatronDirectory) else ()
     problems += [f"{files.path}: {key} is no weight of the model" for key in unknown]
     missing = {name: shape for name, shape in wanted.items() if name not in files}
-    return Survey(files, spec, weights, dropped, missing, tuple(problems))
+    return Survey(files, spec, weights, dropped, missing, problems=tuple(problems))
 
 
 def _check_num_layers(files: CheckpointFiles, spec: ModelSpec) -> None:

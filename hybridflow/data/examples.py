@@ -100,7 +100,7 @@ def load_examples(
         DataError: a file or a row cannot be used; names the file, the line and the rule.
     """
     options = template or TemplateOptions()
-    encoder = _Encoder(tokenizer, kind, max_length, vocab_size, dict(columns or {}), options)
+    encoder = _Encoder(tokenizer, kind, max_length, vocab_size, dict(columns or {}), template=options)
     ChatTemplate(tokenizer, options).check_options()
     rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):

@@ -84,7 +84,7 @@ class Generation:
             return (self._sampled_alone(prompts, iteration, deferred),)
         self.scoring.disable()
         with self.engine_awake(), self._watch.phase("generate"):
-            return tuple(self._generate(kind, prompts, iteration) for kind in kinds)
+            return tuple(self._rollout(kind, prompts, iteration) for kind in kinds)
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         """To held-out prompts, outside any iteration."""
@@ -118,13 +118,13 @@ class Generation:
         )
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
-                rollout = self._generate(SAMPLED, prompts, iteration, self.scoring)
+                rollout = self._rollout(SAMPLED, prompts, iteration, self.scoring)
             self._hooks.save_rollout(iteration, rollout.tensors())
         self._num_sampled = 1  # also where an earlier start has sampled them
         self.scoring.assign_rest(rollout)
         return rollout
 
-    def _generate(
+    def _rollout(
         self, how: Sampled | Greedy, prompts: PromptBatch, iteration: int, listener: OverlappedScoring | None = None
     ) -> RolloutBatch:
         greedy = isinstance(how, Greedy)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import sequence_sums, to_tokens, tokens_in_mask
+from hybridflow.algorithms.advantages import to_tokens, tokens_in_mask
 from hybridflow.algorithms.groups import (
     batch_std_advantages,
     centred_advantages,
@@ -56,7 +56,7 @@ def compared(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative
         **run.ref_log_probs(rollout),
     )
     scores = run.shaped(known.raw_scores, rollout)
-    penalties = run.kl.coef * sequence_sums(run.kl_in_reward(known), rollout.response_mask, lengths=rollout.lengths)
+    penalties = run.kl.coef * run.kl_of_responses(known, rollout)
     of_sequences = of_kept_rows(relative, scores - penalties, rollout)
     advantages = to_tokens(of_sequences, rollout.response_mask, lengths=rollout.lengths)
     batch_type = GroupBatchWithReference if run.has_reference else GroupBatch

@@ -166,12 +166,13 @@ class OverlappedScoring:
             self._ready.clear()
         self._looked = time.monotonic()
 
-    def on_replica_done(self, own: RolloutBatch) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         """See `RolloutListener`. Run units of scoring, one after the other, until all replicas have generated."""
         if not self._models:
             return
         units = self._own_units()
-        self._own, self._places = own, _places_within(self._units, units)
+        self._own = responses_to(self._prompts, prompts, self._samples, responses)
+        self._places = _places_within(self._units, units)
         self._pending = {i: list(units) for i, model in enumerate(self._models) if self._blocks(model)}
         self._own_numbers = set(units)
         if self._board is not None:
@@ -179,9 +180,9 @@ class OverlappedScoring:
         while (step := self._agreed(self._next_step())) is not None:
             number, taken = step
             with self._watch.phase(PHASE):
-                for (unit, responses), block in zip(taken, self._blocks(self._models[number]), strict=False):
+                for (unit, given), block in zip(taken, self._blocks(self._models[number]), strict=False):
                     if self._rank in block:
-                        _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, responses))
+                        _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, given))
 
     def _next_step(self) -> Step | None:
         """What the ranks of this replica do next; None when nobody generates any more. Only the first rank is asked."""
@@ -264,7 +265,7 @@ class OverlappedScoring:
         for model, own in zip(self._models, owners, strict=False):
             model.ahead.assign_rest(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
-            self._calls.settle(rollout, owners[-1])
+            self._calls.call_remaining(rollout, owners[-1])
 
     # ---- inside
 

@@ -286,7 +286,7 @@ def read_batch(file: Path) -> dict[str, Tensor]:
         tensors = {name: torch.empty(entry.info.shape, dtype=entry.info.dtype) for name, entry in entries.items()}
         with opened(file) as fd:
             for name, (_, start, info) in entries.items():
-                read_box(fd, file, start, info.shape, (0,) * len(info.shape), tensors[name])
+                read_box(fd, file, start, info.shape, (0,) * len(info.shape), out=tensors[name])
     except CheckpointError as error:
         raise DataError(str(error)) from error
     return tensors

@@ -19,6 +19,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.advantages import sequence_sums
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
@@ -176,8 +177,14 @@ class Run(IterationData):
     def kl_in_reward(self, known: Known) -> Tensor:
         """(T,) the KL to the reference of each token where kl.use is reward, else zero."""
         if self._online.algorithm.kl.use != "reward":
-            return torch.zeros_like(known.log_probs)
+            return known.log_probs.new_zeros(1).expand_as(known.log_probs)
         return self.kl.estimate(known.log_probs, known.ref_log_probs)
+
+    def kl_of_responses(self, known: Known, rollout: RolloutBatch) -> Tensor:
+        """(N,) the KL to the reference of each response where kl.use is reward, else zero."""
+        if self._online.algorithm.kl.use != "reward":
+            return known.log_probs.new_zeros(len(rollout))
+        return sequence_sums(self.kl_in_reward(known), rollout.response_mask, lengths=rollout.lengths)
 
     # ---- from what ranks know to steps
 

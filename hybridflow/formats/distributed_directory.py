@@ -106,7 +106,7 @@ class DistributedDirectory:
                     box = tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))
                     out.copy_(load_record(fd, chunk.file, *record, info)[box])
                 else:
-                    read_box(fd, chunk.file, start, chunk.size, offset, out)
+                    read_box(fd, chunk.file, start, chunk.size, offset, out=out)
             except ValueError as error:
                 raise CheckpointError(
                     f"{chunk.file}: {stored.key}, chunk at {chunk.offset}: is damaged: {error}"

@@ -89,13 +89,13 @@ def write_records(
             start = file.tell()
             tensor = _tensor_of(chunk)
             _save(tensor, file)
-            place = name, start, file.tell() - start
-            records.append(ChunkRecord(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], *place))
+            what, dtype = (chunk.key, chunk.offset, chunk.shape, chunk.whole), str(chunk.dtype)[6:]
+            records.append(ChunkRecord(*what, dtype=dtype, file=name, start=start, length=file.tell() - start))
             written(tensor.nbytes)
         for key in empty:
             start = file.tell()
             _save(EMPTY, file)
-            records.append(ChunkRecord(key, None, (), (), "", name, start, file.tell() - start))
+            records.append(ChunkRecord(key, None, (), (), "", file=name, start=start, length=file.tell() - start))
     return records, FileSum(file.tell(), file.crc32)
 
 

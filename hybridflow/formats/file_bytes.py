@@ -79,7 +79,7 @@ def read_box(fd: int, file: Path, start: int, whole: Shape, offset: Shape, out: 
         rows = _rows_at_once(out.shape[dim + 1 :].numel(), strides[dim], out.itemsize)
         for row in range(0, out.shape[dim], rows):
             inner = (*offset[:dim], offset[dim] + row, *offset[dim + 1 :])
-            read_box(fd, file, start, whole, inner, out.narrow(dim, row, min(rows, out.shape[dim] - row)))
+            read_box(fd, file, start, whole, inner, out=out.narrow(dim, row, min(rows, out.shape[dim] - row)))
 
 
 def _rows_at_once(wanted: int, stride: int, itemsize: int) -> int:

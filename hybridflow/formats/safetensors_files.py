@@ -115,7 +115,7 @@ class SafetensorsDirectory:
         offset, size = box_of(shape, rows, columns)
         out = torch.empty(size, dtype=info.dtype)
         with opened(file) as fd:
-            read_box(fd, file, start, shape, offset, out)
+            read_box(fd, file, start, shape, offset, out=out)
         return out
 
 

@@ -46,6 +46,6 @@ def attention_findings(available: bool, in_use: dict[str, str], host: str, *, cu
     advice = "needs a GPU of compute capability 8.0 or more and a torch built with flash attention"
     missing = cuda and not available
     return [
-        Finding(AREA, "flash attention", host, value, "warn" if missing else "ok", advice if missing else ""),
+        Finding(AREA, "flash attention", host, value, "warn" if missing else "ok", advice=advice if missing else ""),
         *(Finding(AREA, moment, host, backend) for moment, backend in in_use.items()),
     ]

@@ -182,7 +182,9 @@ class Examination:
         pairs = [pair for pair in pairs if not set(pair) & set(self._leader.missing)]
         if time.monotonic() > self._links_until:
             value, advice = "not measured: the time for all links is over", "look at the lines that fail first"
-            self._findings += [Finding(area, "link", _ends(pair, names), value, "warn", advice) for pair in pairs]
+            self._findings += [
+                Finding(area, "link", _ends(pair, names), value, "warn", advice=advice) for pair in pairs
+            ]
             return {}
         orders: dict[int, Order] = {}
         for pair in pairs:
@@ -194,7 +196,7 @@ class Examination:
             if error is None:
                 measured[pair] = LinkFigures(**answers[pair[0]])
             else:
-                self._findings.append(Finding(area, "link", _ends(pair, names), error, "fail", DEAD))
+                self._findings.append(Finding(area, "link", _ends(pair, names), error, "fail", advice=DEAD))
         return measured
 
     def _order(self, act: str, ranks: tuple[int, ...]) -> Order:
@@ -212,7 +214,7 @@ class Examination:
         for name, ranks in there.items():
             error = _error(answers, ranks)
             if error is not None:
-                self._findings.append(Finding(area, "all-reduce", name, error, "fail", DEAD))
+                self._findings.append(Finding(area, "all-reduce", name, error, "fail", advice=DEAD))
                 continue
             found = answers[ranks[0]]
             value = f"{rate(found['bus_rate'])} bus, {found['seconds'] * 1e6:,.0f} us, {len(ranks)} ranks"
@@ -233,7 +235,7 @@ class Examination:
         memory = self._of_hosts("memory")
         if len(devices) < self._started.world_size or len(memory) < len(self._hosts):
             value, advice = "not looked at: not all ranks have told what they have", "look at the lines that fail first"
-            self._findings.append(Finding("plan", "layout", "all", value, "warn", advice))
+            self._findings.append(Finding("plan", "layout", "all", value, "warn", advice=advice))
             return
         gpus = {rank: device["free_bytes"] for rank, device in devices.items() if device["free_bytes"] is not None}
         disk = {

@@ -38,7 +38,7 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
         check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
-        return [Finding(AREA, "layout", "all", line, "fail", advice) for line in str(error).splitlines()]
+        return [Finding(AREA, "layout", "all", line, "fail", advice=advice) for line in str(error).splitlines()]
     roles = ", ".join(f"{name} on {shown(model.layout.ranks)}" for name, model in run.models.items())
     needed = peaks(run)
     check = gpu_finding if free.gpus else memory_finding
@@ -65,10 +65,10 @@ def gpu_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -
     value = f"rank {rank} will hold {gigabytes(bytes_needed)} ({moment}), {gigabytes(bytes_free)} are free"
     figures = {"rank": rank, "needed_bytes": bytes_needed, "free_bytes": bytes_free}
     if bytes_needed > bytes_free:
-        return Finding(AREA, "GPU memory", host.name, value, "fail", f"too little: less {LESS}", figures)
+        return Finding(AREA, "GPU memory", host.name, value, "fail", advice=f"too little: less {LESS}", figures=figures)
     if bytes_needed + CUDA_MARGIN > bytes_free:
         advice = f"CUDA, NCCL and CUDA graphs take about {gigabytes(CUDA_MARGIN)} more: less {LESS}"
-        return Finding(AREA, "GPU memory", host.name, value, "warn", advice, figures)
+        return Finding(AREA, "GPU memory", host.name, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "GPU memory", host.name, value, figures=figures)
 
 
@@ -79,11 +79,11 @@ def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free
     value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
     figures = {"needed_bytes": bytes_needed, "available_bytes": available}
     if bytes_needed > available:
-        return Finding(AREA, "memory", host.name, value, "fail", f"too little: less {LESS}", figures)
+        return Finding(AREA, "memory", host.name, value, "fail", advice=f"too little: less {LESS}", figures=figures)
     margin = len(host.ranks) * LEAST_MEMORY
     if bytes_needed + margin > available:
         advice = f"Python and libraries take about {gigabytes(margin)} more: less {LESS}"
-        return Finding(AREA, "memory", host.name, value, "warn", advice, figures)
+        return Finding(AREA, "memory", host.name, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "memory", host.name, value, figures=figures)
 
 
@@ -96,5 +96,5 @@ def _disk_findings(run: PlacedRun | PlacedFixed, free: Free, host: Host) -> list
     figures = {"needed_bytes": kept, "free_bytes": room}
     if kept > room:
         advice = "less checkpoint.keep_last, a larger disk for output_dir, or remove old runs"
-        return [Finding(AREA, "checkpoints", host.name, value, "warn", advice, figures)]
+        return [Finding(AREA, "checkpoints", host.name, value, "warn", advice=advice, figures=figures)]
     return [Finding(AREA, "checkpoints", host.name, value, figures=figures)]

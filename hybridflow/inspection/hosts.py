@@ -32,7 +32,9 @@ def missing_findings(
         by_host.setdefault(known.get(rank) or nodes.get(node) or f"torchrun's node {node}", []).append(rank)
     advice = "is that host up, and its torchrun running? See its output; ranks that hang name where they were"
     return [
-        Finding("hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice)
+        Finding(
+            "hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice=advice
+        )
         for host, ranks in by_host.items()
     ]
 

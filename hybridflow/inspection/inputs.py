@@ -45,7 +45,7 @@ def input_findings(config: AnyConfig, host: str) -> tuple[list[Finding], dict[st
         try:
             value, found = inspect()
         except UserError as error:
-            findings.append(Finding(AREA, name, host, str(error), "fail", advice))
+            findings.append(Finding(AREA, name, host, str(error), "fail", advice=advice))
             continue
         digests |= found
         findings.append(Finding(AREA, name, host, value))

@@ -54,7 +54,7 @@ def device_findings(devices: Mapping[int, DeviceFacts], host: str) -> list[Findi
     used = free[fullest] < 0.9 * total
     advice = "another process is on that GPU: nvidia-smi names it; end it before training" if used else ""
     figures = {f"free_bytes_rank_{rank}": count for rank, count in free.items()}
-    findings.append(Finding(AREA, "GPU memory", host, value, "warn" if used else "ok", advice, figures))
+    findings.append(Finding(AREA, "GPU memory", host, value, "warn" if used else "ok", advice=advice, figures=figures))
     return findings
 
 
@@ -62,7 +62,7 @@ def _enough_devices(count: int, num_ranks: int, host: str, value: str) -> Findin
     figures = {"ranks": num_ranks, "gpus": count}
     if count < num_ranks:
         advice = f"a rank needs a GPU of its own: start torchrun with --nproc-per-node {count} on that host"
-        return Finding(AREA, "devices", host, f"{value}, {count} GPUs", "fail", advice, figures)
+        return Finding(AREA, "devices", host, f"{value}, {count} GPUs", "fail", advice=advice, figures=figures)
     return Finding(AREA, "devices", host, f"{value}, {count} GPUs", figures=figures)
 
 
@@ -92,19 +92,19 @@ def memory_finding(available: int, total: int, *, num_ranks: int, host: str) -> 
     figures = {"available_bytes": available, "total_bytes": total}
     if available < num_ranks * LEAST_MEMORY:
         advice = f"{num_ranks} ranks take {gigabytes(num_ranks * LEAST_MEMORY)} before any model: end other processes"
-        return Finding(AREA, "memory", host, value, "warn", advice, figures)
+        return Finding(AREA, "memory", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "memory", host, value, figures=figures)
 
 
 def shm_finding(found: tuple[int, int] | None, *, num_ranks: int, host: str, cuda: bool) -> Finding:
     if found is None:
-        return Finding(AREA, "/dev/shm", host, "not there", "fail", "mount a tmpfs at /dev/shm on that host")
+        return Finding(AREA, "/dev/shm", host, "not there", "fail", advice="mount a tmpfs at /dev/shm on that host")
     free, total = found
     value, figures = f"{gigabytes(free)} free of {gigabytes(total)}", {"free_bytes": free, "total_bytes": total}
     least = LEAST_SHM_CUDA if cuda and num_ranks > 1 else LEAST_SHM_CPU
     if free < least:
         advice = f"ranks of one host need {gigabytes(least)} there: remove old files, or give the container --shm-size"
-        return Finding(AREA, "/dev/shm", host, value, "warn", advice, figures)
+        return Finding(AREA, "/dev/shm", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "/dev/shm", host, value, figures=figures)
 
 
@@ -114,5 +114,5 @@ def files_finding(limit: int, *, world_size: int, host: str) -> Finding:
     value, figures = "no limit" if limit < 0 else f"{limit:,}", {"limit": limit}
     if 0 <= limit < needed:
         advice = f"{world_size} ranks may need {needed:,}: ulimit -n {max(65536, needed)} before torchrun is started"
-        return Finding(AREA, "open files", host, value, "warn", advice, figures)
+        return Finding(AREA, "open files", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "open files", host, value, figures=figures)

@@ -111,16 +111,16 @@ class Participant:
         if not in_time(act, seconds):
             value = f"no answer within {seconds:.0f} s"
             advice = "a disk, a network file system or a driver does not answer: look there by hand; restart the host"
-            return [Finding(area, "all of it", host, value, "fail", advice)]
+            return [Finding(area, "all of it", host, value, "fail", advice=advice)]
         if errors:
             advice = "this check itself has failed; see the message"
-            return [Finding(area, "all of it", host, first_line(errors[0]), "fail", advice)]
+            return [Finding(area, "all of it", host, first_line(errors[0]), "fail", advice=advice)]
         return found
 
     def _see_device(self, host: str) -> list[Finding]:
         if self._device_error is not None:
             advice = "nvidia-smi on that host shows what the driver sees; `platform=cpu` checks and trains on CPUs"
-            return [Finding("machine", "devices", host, self._device_error, "fail", advice)]
+            return [Finding("machine", "devices", host, self._device_error, "fail", advice=advice)]
         self._facts["device"] = asdict(this_device(self._started.local_rank))
         return []
 
@@ -239,4 +239,6 @@ def _trained_dtype(config: AnyConfig | None) -> str:
 
 
 def _config_finding(error: str, host: str) -> Finding:
-    return Finding("inputs", "config", host, error, "fail", "mend the config; every host reads it under this very path")
+    return Finding(
+        "inputs", "config", host, error, "fail", advice="mend the config; every host reads it under this very path"
+    )

@@ -29,7 +29,7 @@ def storage_findings(output_dir: str, host: str) -> list[Finding]:
     except OSError as error:
         advice = f"make {directory} a directory that this user can write to on that host, or set output_dir"
         value = f"output_dir = {output_dir}: cannot write to {directory}: {error.strerror}"
-        return [Finding(AREA, "output directory", host, value, "fail", advice)]
+        return [Finding(AREA, "output directory", host, value, "fail", advice=advice)]
     return [
         space_finding(status.f_bavail * status.f_frsize, there, host),
         speed_finding(written / seconds, there, host),
@@ -59,7 +59,7 @@ def space_finding(free: int, directory: Path, host: str) -> Finding:
     value, figures = f"{gigabytes(free)} free in {directory}", {"free_bytes": free}
     if free < LEAST_FREE:
         advice = f"less than {gigabytes(LEAST_FREE)}: remove old runs, or set output_dir to a larger disk"
-        return Finding(AREA, "free space", host, value, "warn", advice, figures)
+        return Finding(AREA, "free space", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "free space", host, value, figures=figures)
 
 
@@ -67,5 +67,5 @@ def speed_finding(bytes_per_second: float, directory: Path, host: str) -> Findin
     value, figures = f"{rate(bytes_per_second)} to {directory}", {"bytes_per_second": round(bytes_per_second)}
     if bytes_per_second < LEAST_RATE:
         advice = f"less than {rate(LEAST_RATE)}: saves will take long; set output_dir to a faster disk"
-        return Finding(AREA, "write speed", host, value, "warn", advice, figures)
+        return Finding(AREA, "write speed", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "write speed", host, value, figures=figures)

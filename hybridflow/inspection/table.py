@@ -57,7 +57,7 @@ def _alike(findings: Sequence[Finding], num_hosts: int) -> list[Finding]:
     rows = []
     for (area, name, value, status), named in hosts.items():
         host = f"all {num_hosts}" if 1 < num_hosts == len(named) else ", ".join(named)
-        rows.append(Finding(area, name, host, value, status, "see below"))
+        rows.append(Finding(area, name, host, value, status, advice="see below"))
     return rows
 
 

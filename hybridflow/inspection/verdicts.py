@@ -72,7 +72,7 @@ def _link(ends: Ends, found: LinkFigures, advice: str, *, area: str, fails: bool
     }
     value = f"{rate(found.rate)}, {found.latency * 1e6:,.0f} us"
     status: Status = "ok" if not advice else "fail" if fails else "warn"
-    return Finding(area, "link", host, value, status, advice, numbers)
+    return Finding(area, "link", host, value, status, advice=advice, figures=numbers)
 
 
 def _advice(ends: Ends, found: LinkFigures, compared: str, shared: str | None, *, causes: str) -> str:
@@ -124,7 +124,7 @@ def clock_finding(host: str, ahead: float) -> Finding:
     figures = {"seconds_ahead": round(ahead, 6)}
     if abs(ahead) > MOST_SKEW:
         advice = f"more than {MOST_SKEW:g} s: logs and checkpoints of hosts cannot be put in order; run chrony or ntpd"
-        return Finding("clocks", "clock", host, value, "warn", advice, figures)
+        return Finding("clocks", "clock", host, value, "warn", advice=advice, figures=figures)
     return Finding("clocks", "clock", host, value, figures=figures)
 
 
@@ -145,5 +145,5 @@ def disagreements(area: str, values: Mapping[str, Mapping[str, str]], advice: st
         (usual, most), *others = sorted(holders.items(), key=lambda item: -len(item[1]))
         for value, hosts in others:
             text = f"{value}, but {', '.join(most)} {'has' if len(most) == 1 else 'have'} {usual}"
-            findings += [Finding(area, name, host, text, "fail", advice) for host in hosts]
+            findings += [Finding(area, name, host, text, "fail", advice=advice) for host in hosts]
     return findings

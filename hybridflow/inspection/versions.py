@@ -68,7 +68,7 @@ def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) 
     python = platform.python_version_tuple()
     supported = (int(python[0]), int(python[1])) in PYTHONS
     advice = "" if supported else "hybridflow needs Python 3.11 or 3.12: bash launch/setup.sh --python python3.11"
-    findings = [Finding(AREA, "Python", host, platform.python_version(), "ok" if supported else "fail", advice)]
+    findings = [Finding(AREA, "Python", host, platform.python_version(), "ok" if supported else "fail", advice=advice)]
     findings.append(_set(host))
     findings += [
         _package(package, version, host, cuda=cuda) for package, version in found.items() if package in DISTRIBUTIONS
@@ -91,10 +91,12 @@ def _pair(package: str, version: str, partner: str, *, other: str, host: str) ->
     rows = [pair for pair in PAIRS if (pair.package, pair.partner) == (package, partner)]
     known = next((pair for pair in rows if within(version, pair.releases)), None)
     if known is None:
-        return Finding(AREA, name, host, value, "warn", f"no release of {partner} is known to go with it: {SETUP}")
+        return Finding(
+            AREA, name, host, value, "warn", advice=f"no release of {partner} is known to go with it: {SETUP}"
+        )
     if within(other, known.accepts):
         return Finding(AREA, name, host, value)
-    return Finding(AREA, name, host, value, "fail", f"{package} {version} needs {known.asks_for()}: {SETUP}")
+    return Finding(AREA, name, host, value, "fail", advice=f"{package} {version} needs {known.asks_for()}: {SETUP}")
 
 
 def within(version: str, releases: tuple[Release, Release]) -> bool:
@@ -113,21 +115,23 @@ def _set(host: str) -> Finding:
     """Whether all releases together are a set that hybridflow names."""
     name, releases = installed_set()
     if name is None:
-        return Finding(AREA, "set", host, f"none that is known: {releases}", "warn", SETUP)
+        return Finding(AREA, "set", host, f"none that is known: {releases}", "warn", advice=SETUP)
     return Finding(AREA, "set", host, f"for {name}")
 
 
 def _package(package: str, version: str | None, host: str, *, cuda: bool) -> Finding:
     wanted = SEEN.get(package)
     if version is None and (wanted or package == "transformers"):
-        return Finding(AREA, package, host, "not installed", "fail", SETUP)
+        return Finding(AREA, package, host, "not installed", "fail", advice=SETUP)
     if version is None:
         return _absent_option(package, host, cuda=cuda)
     if wanted and public(version) not in wanted:
         parts = f"hybridflow replaces private parts of {package} {' or '.join(wanted)}"
         if tries_versions():
-            return Finding(AREA, package, host, version, "warn", f"{parts}; HYBRIDFLOW_TRY_VERSIONS=1 tries this one")
-        return Finding(AREA, package, host, version, "fail", f"{parts}, and refuses any other: {SETUP}")
+            return Finding(
+                AREA, package, host, version, "warn", advice=f"{parts}; HYBRIDFLOW_TRY_VERSIONS=1 tries this one"
+            )
+        return Finding(AREA, package, host, version, "fail", advice=f"{parts}, and refuses any other: {SETUP}")
     return Finding(AREA, package, host, version)
 
 
@@ -136,7 +140,7 @@ def _absent_option(package: str, host: str, *, cuda: bool) -> Finding:
         return Finding(AREA, package, host, "not installed; for GPUs only")
     if package == "transformer-engine":
         advice = "layers run unfused without it: bash launch/setup.sh --cuda installs it"
-        return Finding(AREA, package, host, "not installed", "warn", advice)
+        return Finding(AREA, package, host, "not installed", "warn", advice=advice)
     return Finding(AREA, package, host, "not installed; not needed: torch and vLLM bring their own")
 
 
@@ -171,10 +175,10 @@ def _apex(host: str, *, cuda: bool) -> Finding:
 def apex_finding(kind: Apex, package: Path | None, host: str, *, cuda: bool) -> Finding:
     if kind == "not NVIDIA's":
         advice = f"pip uninstall apex; NVIDIA's is on no package index, it is built from {APEX_SOURCE}"
-        return Finding(AREA, "apex", host, f"not NVIDIA's: {package} has no multi_tensor_apply", "warn", advice)
+        return Finding(AREA, "apex", host, f"not NVIDIA's: {package} has no multi_tensor_apply", "warn", advice=advice)
     if kind == "NVIDIA's, without its CUDA extensions":
         advice = f"build it again with --cpp_ext --cuda_ext: {APEX_SOURCE}; without them it is of no use here"
-        return Finding(AREA, "apex", host, kind, "warn" if cuda else "ok", advice if cuda else "")
+        return Finding(AREA, "apex", host, kind, "warn" if cuda else "ok", advice=advice if cuda else "")
     return Finding(AREA, "apex", host, "not installed; optional, for GPUs" if kind == "absent" else kind)
 
 
@@ -197,8 +201,10 @@ def _driver(host: str) -> Finding:
     try:
         done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
     except FileNotFoundError:
-        return Finding(AREA, "driver", host, "nvidia-smi is not there", "warn", "install NVIDIA's driver and its tools")
+        return Finding(
+            AREA, "driver", host, "nvidia-smi is not there", "warn", advice="install NVIDIA's driver and its tools"
+        )
     except (subprocess.SubprocessError, OSError) as error:
         advice = "run nvidia-smi on that host; where it hangs or fails, restart the host"
-        return Finding(AREA, "driver", host, f"nvidia-smi: {error}", status, advice)
+        return Finding(AREA, "driver", host, f"nvidia-smi: {error}", status, advice=advice)
     return Finding(AREA, "driver", host, ", ".join(dict.fromkeys(done.stdout.split())) or "nvidia-smi names none")

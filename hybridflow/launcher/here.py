@@ -26,7 +26,9 @@ def run_here(options: LaunchOptions) -> int:
     nodes = [LaunchHost(f"node-{i}", host.slots) for i in range(num_nodes)]
     experiment = experiment_on(options, nodes, num_nodes)
     address, port = options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT
-    torchrun = Torchrun(options, experiment, [host], address, port, 0, node_rank, num_nodes)
+    torchrun = Torchrun(
+        options, experiment, [host], address, port, restarts=0, first_node=node_rank, num_nodes=num_nodes
+    )
     if options.dry_run:
         say(experiment.placement)
         print(shlex.join(torchrun.command(host)))

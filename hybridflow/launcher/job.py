@@ -110,7 +110,7 @@ class Job:
     ) -> tuple[Failure | None, bool]:
         options, hosts = self._options, [connection.host for connection in connections]
         address, port, interfaces = self._rendezvous(team, connections)
-        torchrun = Torchrun(options, experiment, hosts, address, port, restart)
+        torchrun = Torchrun(options, experiment, hosts, address, port, restarts=restart)
         num_ranks = sum(host.slots for host in hosts)
         say(f"{num_ranks} ranks on {names_of(hosts)}; master {address} port {port}")
         if not restart and experiment.placement:

@@ -26,6 +26,8 @@ class PromptGroup:
 
     def tokens(self, lengths: Sequence[int]) -> int:
         """That are run, where row i alone would take lengths[i]."""
+        if len(self.rows) == 1:
+            return lengths[self.rows[0]]
         return self.shared + sum(lengths[row] - self.shared for row in self.rows)
 
 
@@ -34,8 +36,10 @@ def prompt_groups(batch: RolloutBatch, rows: Sequence[int]) -> list[PromptGroup]
 
     In the order of their first rows.
     """
-    found: dict[Hashable, list[int]] = {}
-    for row, key in zip(rows, _keys(batch, rows), strict=True):
+    keys, found = _keys(batch, rows), dict[Hashable, list[int]]()
+    if keys is None:
+        return [PromptGroup((row,)) for row in sorted(rows)]
+    for row, key in zip(rows, keys, strict=True):
         found.setdefault(key, []).append(row)
     lengths, prompt_lengths = batch.lengths.tolist(), batch.prompt_lengths.tolist()
     groups: list[PromptGroup] = []
@@ -44,12 +48,15 @@ def prompt_groups(batch: RolloutBatch, rows: Sequence[int]) -> list[PromptGroup]
     return sorted(groups, key=lambda group: group.rows)
 
 
-def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable]:
-    """Equal for rows that can share. A row without a response has no key but the row's number."""
+def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable] | None:
+    """Equal for rows that can share; None where no two rows have one prompt.
+
+    A row without a response has no key but the row's own number.
+    """
     some = torch.tensor(rows, dtype=torch.int64)
     indices: list[int] = batch.prompt_indices[some].tolist()
     if len(set(indices)) == len(rows):
-        return list(rows)
+        return None
     ids, starts = batch.input_ids.numpy(), offsets(batch.lengths)[some].tolist()
     sizes: list[int] = batch.prompt_lengths[some].tolist()
     answered = (batch.lengths > batch.prompt_lengths)[some].tolist()
@@ -60,10 +67,10 @@ def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable]:
 
 
 def _where_it_pays(group: PromptGroup, lengths: Sequence[int]) -> list[PromptGroup]:
-    alone = [PromptGroup((row,)) for row in group.rows]
     saved = (len(group.rows) - 1) * group.shared
-    whole = sum(one.tokens(lengths) for one in alone)
-    return [group] if saved and saved >= SAVED_TO_PAY * whole else alone
+    if saved and saved >= SAVED_TO_PAY * sum(lengths[row] for row in group.rows):
+        return [group]
+    return [PromptGroup((row,)) for row in group.rows]
 
 
 def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ the parts are put together all the same. So ranks compare what they have, by 16 
 """
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import installed_version
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
+CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
 
 
@@ -92,11 +94,16 @@ def digest_files(files: Sequence[Path], root: Path) -> bytes:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """Of every bit of the tensors, their dtypes, shapes and names, in any order of names. About a second a GB."""
+    """Of every bit of the tensors, their dtypes, shapes and names, in any order of names: 0.2 s a GB.
+
+    A checksum of each CHECKED_BYTES stands for them. Nobody forges a batch, and a checksum takes a fifth of the time.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), CHECKED_BYTES):
+            digest.update(zlib.crc32(data[start : start + CHECKED_BYTES]).to_bytes(4, "little"))
     return digest.digest()
 
 

@@ -94,7 +94,7 @@ class Exchange:
         flat = torch.zeros(sum(x.size for x in contributions), dtype=contributions[0].values.dtype, device=self.device)
         for x, result in zip(contributions, flat.split([x.size for x in contributions]), strict=True):
             assert x.values.dtype == flat.dtype, f"{x.values.dtype} among {flat.dtype}"
-            result[x.where.to(self.device)] = x.values.to(self.device)
+            result.scatter_(0, x.where.to(self.device), x.values.to(self.device))
         return flat
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -73,7 +73,7 @@ def size_kv_cache(
     if config.rollout.kv_cache_gib is None:
         expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
         whole = max(sequences * expected, blocks_of_one) + own_blocks
-        return KVCacheSize(whole * block_bytes, needed, block_tokens, False, block_bytes, own_blocks)
+        return KVCacheSize(whole * block_bytes, needed, block_tokens, False, block_bytes, own_blocks=own_blocks)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
         some = min(sequences, SOME_SEQUENCES)
@@ -86,7 +86,7 @@ def size_kv_cache(
             f"{needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
             "without the key the batch and the free memory decide"
         )
-    return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks)
+    return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks=own_blocks)
 
 
 def gib_of(num_bytes: int) -> str:

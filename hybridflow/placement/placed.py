@@ -129,7 +129,8 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedRun(config, world_size, models, has_cuda, *engine, kv_cache)
+    rollout, stages = engine
+    return PlacedRun(config, world_size, models, has_cuda, rollout=rollout, stages=stages, kv_cache=kv_cache)
 
 
 def reencodes(config: ExperimentConfig, name: str) -> bool:

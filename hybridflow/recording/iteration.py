@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import masked_mean, tokens_in_mask
+from hybridflow.algorithms.advantages import tokens_in_mask
 from hybridflow.algorithms.groups import equal_groups
 from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
@@ -59,9 +59,9 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     if "log_probs" in known and known["log_probs"] is not batch.rollout_log_probs:  # which may be the old ones
         metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
     if {"log_probs", "ref_log_probs"} <= known.keys():
-        kl = kl_k1(known["log_probs"], known["ref_log_probs"]).masked_fill(~mask, 0.0)
-        metrics["kl/reference_mean"] = masked_mean(kl, mask)
-        metrics["kl/sequence_mean"] = kl.sum() / kept.sum()
+        kl = kl_k1(known["log_probs"], known["ref_log_probs"]).masked_fill_(~mask, 0.0).sum()
+        metrics["kl/reference_mean"] = kl / mask.count_nonzero()
+        metrics["kl/sequence_mean"] = kl / kept.sum()
     if {"values", "returns"} <= known.keys():
         metrics["critic/explained_variance"] = explained_variance(known["values"], known["returns"], mask)
     return metrics
@@ -89,12 +89,16 @@ def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
 
 
 def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    difference = (rollout_log_probs - log_probs).abs().masked_fill(~mask, 0.0)
+    """Each (T,) tensor of it takes the place of one before."""
+    outside, number = ~mask, mask.count_nonzero()
+    gen_kl = kl_k3(rollout_log_probs, log_probs).masked_fill_(outside, 0.0).sum() / number
+    difference = (rollout_log_probs - log_probs).abs_().masked_fill_(outside, 0.0)
+    mean, largest = difference.sum() / number, difference.max()
     return {
-        "rollout/log_prob_diff_mean": masked_mean(difference, mask),
-        "rollout/log_prob_diff_max": difference.max(),
-        "rollout/token_mult_prob_error": masked_mean(difference.exp(), mask),
-        "rollout/gen_kl": masked_mean(kl_k3(rollout_log_probs, log_probs), mask),
+        "rollout/log_prob_diff_mean": mean,
+        "rollout/log_prob_diff_max": largest,
+        "rollout/token_mult_prob_error": difference.exp_().masked_fill_(outside, 0.0).sum() / number,
+        "rollout/gen_kl": gen_kl,
     }
 
 

@@ -47,8 +47,8 @@ class Holder:
     @classmethod
     def here(cls) -> "Holder":
         own = this_process(0)
-        command = own_command()
-        return cls(own.machine, own.pid, own.start_time, socket.gethostname(), time.time(), command)
+        host, began = socket.gethostname(), time.time()
+        return cls(own.machine, own.pid, own.start_time, host, began, command=own_command())
 
     def is_same_process(self, other: "Holder") -> bool:
         return (self.machine, self.pid, self.start_time) == (other.machine, other.pid, other.start_time)

@@ -107,7 +107,7 @@ def _factors(train: Layout, tp: int, pp: int) -> _Factors | None:
     pp_for_tp, tp_for_pp = tp // tp_own // dp_for_tp, pp // pp_own // dp_for_pp
     # rollout tp x pp divides tp x pp x dp: what dp lacks of a factor, the spare ranks of the other axis have
     assert pp_spare % pp_for_tp == tp_spare % tp_for_pp == 0, f"{train} cannot make up {tp} x {pp}"
-    return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, dp_for_tp, dp_for_pp)
+    return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, dp_for_tp=dp_for_tp, dp_for_pp=dp_for_pp)
 
 
 def _replica_and_place(at: TrainingCoordinates, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:

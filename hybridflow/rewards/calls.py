@@ -3,7 +3,7 @@
     calls = RolloutCalls(caller, numbers, prompts)
     calls.submit(group)             # as soon as all responses to a prompt are there
     begun = calls.close()           # the rest is for all ranks
-    calls.settle(rollout, owners)
+    calls.call_remaining(rollout, owners)
     calls.scores()                  # waits for them
 
 What a function sees in one list is fixed, by `per`: a row, a prompt's responses, or the rollout. Whichever rank and
@@ -11,8 +11,9 @@ process calls it, and when, it sees the same.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -86,9 +87,10 @@ class FunctionCaller:
         if self.spec(function).per == "batch":
             own = list(range(len(rollout))) if function % self.world_size == self.rank else []
             asked = rollout.prompt_indices[own].tolist()
-            return self.begin(function, self._texts(asked, _responses(rollout, own), own, prompts))
-        groups = [group_of(rollout, prompt) for prompt in range(len(prompts))[self.rank :: self.world_size]]
-        return [unit for group in groups if group.rows for unit in self.begin(function, self.texts(group, prompts))]
+            return self.begin(function, self._texts(asked, rollout.response_token_lists(own), own, prompts))
+        found, dealt = rows_of_prompts(rollout), range(len(prompts))[self.rank :: self.world_size]
+        groups = groups_of(rollout, {prompt: found[prompt] for prompt in dealt if prompt in found})
+        return [unit for group in groups for unit in self.begin(function, self.texts(group, prompts))]
 
     def finish(self, function: int, units: Sequence[CallUnit], size: int) -> FunctionScores:
         """Of (size,), once all of them have an outcome. Errors: RewardError, of the first that failed."""
@@ -149,7 +151,7 @@ class FunctionCaller:
     def _texts(
         self,
         prompt_numbers: Sequence[int],
-        responses: Sequence[list[int]],
+        responses: Iterable[list[int]],
         rows: Sequence[int],
         prompts: PromptBatch,
     ) -> Rows:
@@ -202,13 +204,19 @@ class RolloutCalls:
         self._units = {p: _without(units, gone) for p, units in self._units.items() if p not in whole}
         return tuple(self._units)
 
-    def settle(self, rollout: RolloutBatch, owners: Sequence[int]) -> None:
+    def call_remaining(self, rollout: RolloutBatch, owners: Sequence[int]) -> None:
         """The rollout is whole. owners: by prompt the rank that has begun to call, or NOBODY."""
         caller, left = self._caller, [prompt for prompt, owner in enumerate(owners) if owner == NOBODY]
         begun = [prompt for prompt, owner in enumerate(owners) if owner == caller.rank]
         self._own, self._rollout = [*begun, *left[caller.rank :: caller.world_size]], rollout
+        rows = rows_of_prompts(rollout)
         for prompt in self._own:
-            self._begin_missing(group_of(rollout, prompt))
+            self._units.setdefault(prompt, {function: [] for function in self.functions})
+        missing = {prompt: self._missing(prompt, rows[prompt]) for prompt in self._own if prompt in rows}
+        for group in groups_of(rollout, {prompt: rows[prompt] for prompt, places in missing.items() if places}):
+            texts = caller.texts(group, self._prompts)
+            for function, places in missing[group.prompt].items():
+                self._units[group.prompt][function] += caller.begin(function, _some(texts, places))
 
     def covers(self, rollout: RolloutBatch) -> bool:
         """Whether this very batch is the rollout, and whole."""
@@ -230,33 +238,34 @@ class RolloutCalls:
             self._caller.pool.forget(unit.ticket for prompt in self._units for unit in self._of_prompt(prompt))
         self._units = {}
 
-    def _begin_missing(self, group: Group) -> None:
-        """What was withdrawn of a prompt that this rank has begun, or all of it."""
-        known = self._units.setdefault(group.prompt, {function: [] for function in self.functions})
-        missing = {function: _missing(group, units) for function, units in known.items()}
-        if not any(missing.values()):
-            return
-        texts = self._caller.texts(group, self._prompts)
-        for function, places in missing.items():
-            known[function] += self._caller.begin(function, _some(texts, places))
+    def _missing(self, prompt: int, rows: Sequence[int]) -> dict[int, list[int]]:
+        """By function the rows of a prompt that no call has, by their places among them; only where there are some."""
+        missing = {function: _missing(rows, units) for function, units in self._units[prompt].items()}
+        return {function: places for function, places in missing.items() if places}
 
     def _of_prompt(self, prompt: int) -> list[CallUnit]:
         return [unit for units in self._units[prompt].values() for unit in units]
 
 
-def group_of(rollout: RolloutBatch, prompt: int) -> Group:
-    rows = (rollout.prompt_indices == prompt).nonzero().flatten().tolist()
-    return Group(prompt, tuple(rows), tuple(rollout.response_token_lists(rows)))
+def rows_of_prompts(rollout: RolloutBatch) -> dict[int, list[int]]:
+    """By prompt the rows that answer it, ascending."""
+    found: dict[int, list[int]] = {}
+    for row, prompt in enumerate(rollout.prompt_indices.tolist()):
+        found.setdefault(prompt, []).append(row)
+    return found
 
 
-def _responses(rollout: RolloutBatch, rows: list[int]) -> list[list[int]]:
-    return list(rollout.response_token_lists(rows)) if rows else []
+def groups_of(rollout: RolloutBatch, rows: Mapping[int, Sequence[int]]) -> Iterator[Group]:
+    """The responses to each of these prompts, which are made as they are asked for. rows: by prompt."""
+    responses = rollout.response_token_lists([row for some in rows.values() for row in some])
+    for prompt, some in rows.items():
+        yield Group(prompt, tuple(some), tuple(islice(responses, len(some))))
 
 
-def _missing(group: Group, units: Sequence[CallUnit]) -> list[int]:
-    """Which of its rows none of these units has, by their places in the group."""
+def _missing(rows: Sequence[int], units: Sequence[CallUnit]) -> list[int]:
+    """Which of a prompt's rows none of these units has, by their places among them."""
     there = {row for unit in units for row in unit.rows}
-    return [place for place, row in enumerate(group.rows) if row not in there]
+    return [place for place, row in enumerate(rows) if row not in there]
 
 
 def _without(units: dict[int, list[CallUnit]], gone: set[int]) -> dict[int, list[CallUnit]]:

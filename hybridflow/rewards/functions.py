@@ -113,7 +113,7 @@ def call_reward_function(
             named), or did not return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
     """
     asked = FunctionCall(
-        name, prompts, responses, columns, range(len(prompts)) if rows is None else rows, arguments or {}
+        name, prompts, responses, columns, range(len(prompts)) if rows is None else rows, arguments=arguments or {}
     )
     return [score for (score,) in call_for_parts(function, asked)]
 

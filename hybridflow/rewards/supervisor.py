@@ -92,9 +92,11 @@ class Supervisor:
 
     def __init__(self, charge: Charge, trainer: MessageChannel, parent: int) -> None:
         self._charge, self._trainer, self._parent = charge, trainer, parent
+        self._affine = any(spec.affine for spec in charge.specs)
+        assert not self._affine or len(charge.specs) == 1, "an affine function has a pool of its own"
         self._queues: dict[int, deque[RowsOfCall]] = {number: deque() for number in range(len(charge.specs))}
         self._workers: list[Worker] = []
-        self._rows = RowOwners()
+        self._rows: RowOwners[RowsOfCall] = RowOwners()  # whose calls are in no queue
         self._looked = 0.0
 
     def run(self) -> None:
@@ -144,12 +146,16 @@ class Supervisor:
             self._trainer.send({"withdrawn": gone})
             return
         row, last = header.get("row"), header.get("last", False)
-        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, row, last, header.get("seconds"))
+        unit = RowsOfCall(
+            header["unit"], header["function"], header["rows"], body, row, last=last, seconds=header.get("seconds")
+        )
         lost = self._rows.why_lost(row)
-        if lost is None:
-            self._queues[unit.function].append(unit)
-        else:
+        if lost is not None:
             self._answer_lost(unit, lost)
+        elif self._affine:
+            self._rows.add(unit)
+        else:
+            self._queues[unit.function].append(unit)
 
     def _hear(self, worker: Worker) -> None:
         try:
@@ -243,20 +249,12 @@ class Supervisor:
         self._close_output(worker)
         self._workers.remove(worker)
         units = list(worker.units.values())
-        self._lose_rows(worker, why or ANOTHER)
+        for unit in self._rows.lose(worker.pid, why or ANOTHER):
+            self._answer_lost(unit, why or ANOTHER)
         if not worker.ready and not units:  # it could not even start: whoever waits for it is told
             units = self._first_queued(worker)
         for unit in units:
-            self._settle_lost(worker, unit, why, of_many=len(units) > 1)
-
-    def _lose_rows(self, worker: Worker, why: str) -> None:
-        """Those that it owned have failed, with the calls of theirs that wait."""
-        gone = self._rows.lose(worker.pid, why)
-        for number, queue in self._queues.items() if gone else ():
-            for unit in queue:
-                if unit.row in gone:
-                    self._answer_lost(unit, why)
-            self._queues[number] = deque(unit for unit in queue if unit.row not in gone)
+            self._answer_unfinished(worker, unit, why, of_many=len(units) > 1)
 
     def _answer_lost(self, unit: RowsOfCall, why: str) -> None:
         """A call of a row whose worker is gone."""
@@ -267,7 +265,7 @@ class Supervisor:
         if unit.last and unit.row is not None:
             self._rows.forget(unit.row)
 
-    def _settle_lost(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
+    def _answer_unfinished(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
         seconds = time.monotonic() - unit.started if unit.started else 0.0
         if of_many and unit.row is None:  # one that blocks the event loop makes all late; nobody knows which it is
             unit.alone = True
@@ -279,6 +277,9 @@ class Supervisor:
         self._forget_ended_row(unit)
 
     def _first_queued(self, worker: Worker) -> list[RowsOfCall]:
+        if self._affine:
+            first = self._rows.pop_first()
+            return [] if first is None else [first]
         queue = next((self._queues[number] for number in worker.functions if self._queues[number]), None)
         return [] if queue is None else [queue.popleft()]
 
@@ -307,7 +308,7 @@ class Supervisor:
         for functions in self._lanes():
             if functions in there:
                 there.remove(functions)
-            elif any(self._queues[number] for number in functions):
+            elif self._rows.has_calls() or any(self._queues[number] for number in functions):
                 self._workers.append(self._started(functions))
 
     def _started(self, functions: tuple[int, ...]) -> Worker:
@@ -331,7 +332,7 @@ class Supervisor:
         os.close(written)
         os.set_blocking(output, False)
         capacity = max(charge.specs[number].concurrency if charge.specs[number].awaited else 1 for number in functions)
-        return Worker(pid, MessageChannel(near), output, functions, capacity, time.monotonic() + LOAD_SECONDS)
+        return Worker(pid, MessageChannel(near), output, functions, capacity, deadline=time.monotonic() + LOAD_SECONDS)
 
     def _hand_out(self) -> None:
         """To workers that are free, in the order in which units came; of several functions in turn."""
@@ -343,14 +344,14 @@ class Supervisor:
                     worker.channel.send({"unit": unit.number, "function": unit.function}, unit.body)
 
     def _next_for(self, worker: Worker) -> RowsOfCall | None:
+        if self._affine:
+            return self._rows.assign_call(worker.pid, [other.pid for other in self._workers])
         queues = [self._queues[number] for number in worker.functions if self._queues[number]]
         if not queues:
             return None
         queue = min(queues, key=lambda queue: queue[0].number)
         if queue[0].alone and worker.units:
             return None
-        if self._charge.specs[queue[0].function].affine:
-            return self._rows.taken(queue, worker.pid, [other.pid for other in self._workers])
         return queue.popleft()
 
 

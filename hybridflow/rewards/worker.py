@@ -210,7 +210,13 @@ def _prepared(loaded: Loaded, body: bytes) -> FunctionCall:
         sys.modules["numpy"].random.seed(seed)
     spec = loaded.spec
     return FunctionCall(
-        spec.path, rows["prompts"], rows["responses"], rows["columns"], rows["rows"], spec.arguments, spec.parts
+        spec.path,
+        rows["prompts"],
+        rows["responses"],
+        rows["columns"],
+        rows["rows"],
+        arguments=spec.arguments,
+        parts=spec.parts,
     )
 
 

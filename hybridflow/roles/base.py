@@ -99,11 +99,11 @@ class Role:
 
     def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
         """Each replica's, balanced by tokens. some: of these rows of the batch alone."""
-        rows = torch.arange(len(batch)) if some is None else some
         if self._alone:
-            return [[int(row) for row in rows]] * self.grid.dp
-        wanted = batch if some is None else batch.select(some)
-        return [[int(row) for row in rows[own]] for own in replica_rows(wanted, self.grid.dp)]
+            return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.dp
+        if some is None:
+            return replica_rows(batch, self.grid.dp)
+        return [some[own].tolist() for own in replica_rows(batch.select(some), self.grid.dp)]
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
         """Of this replica's rows, where the role replays them: others choose their own. rows: of each replica."""

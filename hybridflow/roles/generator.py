@@ -31,8 +31,15 @@ from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
-from hybridflow.rollout.generation import RolloutListener, generate
+from hybridflow.rollout.generation import (
+    RolloutListener,
+    RolloutRequest,
+    RowResponses,
+    replica_responses,
+    whole_rollout,
+)
 from hybridflow.rollout.patches import join_groups
+from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.turns import Answers, LeaderBroadcast, TurnCounts, TurnTaking
 
@@ -248,34 +255,38 @@ class Generator:
         generation: int = 0,
         listener: RolloutListener | None = None,
     ) -> RolloutBatch:
-        """See `rollout.generation.generate`; greedy takes the likeliest token always.
+        """Responses to each prompt, as many as `samples_per_prompt` says; greedy takes the likeliest token always.
 
+        Collective over the world. generation: how often the iteration has sampled responses to these prompts before.
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
-        sampling, seed, taking = self._placed.config.sampling, self._placed.config.seed, None
+        config, again = self._placed.config, (generation,) if generation else ()
+        counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
+        seed = (config.seed, iteration, *again)
+        request = RolloutRequest(prompts, counts, config.sampling, seed=seed, first_prompt=first_prompt)
+        turns = None
         if self.turns is not None:
-            counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
-            taking = self.turns.begin(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
-        return generate(
-            self.engine,
-            prompts,
-            self.params.get("greedy" if greedy else "sampled"),
-            samples_per_prompt=samples_per_prompt,
-            buckets=sampling.buckets,
-            limits=sampling.limits,
-            seed=seed,
-            iteration=iteration,
-            first_prompt=first_prompt,
-            generation=generation,
-            layout=self.layout,
-            rank=self._platform.rank,
-            exchange=self._exchange,
-            listener=None if listener is None else _ReleasingListener(self, listener),
-            records=None if greedy else self._actor.records,  # nothing is trained on greedy responses
-            stages=self._placed.stages,
-            turns=taking,
-            num_rewards=0 if self.turns is None else self.turns.environments.num_rewards,
-        )
+            names = (config.seed, iteration, generation, first_prompt)
+            turns = self.turns.begin(prompts, counts, config.sampling.limits, names)
+        asked, own, rank = request.prompts_of_replicas(len(self.layout.replicas)), RowResponses(), self._platform.rank
+        if self.engine is not None:
+            own = replica_responses(
+                self.engine,
+                self.params["greedy" if greedy else "sampled"],
+                request,
+                asked[self.layout.coordinates(rank).replica],
+                listener=None if listener is None else _ReleasingListener(self, listener),
+                turns=turns,
+            )
+        contributed = own if self.layout.contributes(rank) else RowResponses()
+        num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
+        rollout = whole_rollout(request, contributed, exchange=self._exchange, num_rewards=num_rewards)
+        records = None if greedy else self._actor.records  # nothing is trained on greedy responses
+        if records is None:
+            return rollout
+        made_by = {prompt: replica for replica, prompts_of in enumerate(asked) for prompt in prompts_of}
+        of_rows = [made_by[prompt] for prompt in rollout.prompt_indices.tolist()]
+        return records.keep(rollout, Recorded(own.experts(), of_rows, self.layout, self._placed.stages))
 
 
 def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
@@ -304,6 +315,6 @@ class _ReleasingListener:
     def on_engine_step(self) -> None:
         self.listener.on_engine_step()
 
-    def on_replica_done(self, own: RolloutBatch) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         self.generator.give_back()
-        self.listener.on_replica_done(own)
+        self.listener.on_replica_done(prompts, responses)

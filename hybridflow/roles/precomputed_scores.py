@@ -105,7 +105,7 @@ class PrecomputedScores:
         self.known[unit] = contribution
 
     def assign_rest(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
-        """The rollout is whole.
+        """Decide who computes the units that nobody has computed: the rollout is whole.
 
         owners: by unit the data-parallel rank that has computed it, or NOBODY; tokens: by unit, see `tokens_of_units`.
         """
@@ -115,7 +115,7 @@ class PrecomputedScores:
         self._rollout = rollout
 
     def covers(self, batch: RolloutBatch, some: Tensor | None = None) -> bool:
-        """Whether the scores are of this batch object, settled, and of exactly these rows (None: all rows)."""
+        """Whether the scores are of this batch object, once it is whole, and of exactly these rows (None: all rows)."""
         if self._rollout is not batch:
             return False
         wanted = range(len(batch)) if some is None else some.sort().values.tolist()

@@ -201,7 +201,7 @@ class RolloutEngine:
                 number = int(output.request_id)
                 yield number, self._response(output.outputs[0], requests[number].prompt, names[number])
             stepped()
-        self.settle()
+        self.wait_until_idle()
 
     # ---- one step after the other
 
@@ -239,7 +239,7 @@ class RolloutEngine:
             finished += [output] if output.finished else []
         return finished
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
         self._platform.synchronize()
 
@@ -249,11 +249,6 @@ class RolloutEngine:
             return found
         experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
         return replace(found, experts=experts)
-
-    def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
-        """One response per request, in the order of the requests. params: by bucket."""
-        responses = dict(self.stream(requests, params))
-        return [responses[i] for i in range(len(requests))]
 
 
 def _check_stage(runner: Any, stages: Stages, pp: int) -> None:

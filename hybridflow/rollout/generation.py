@@ -1,12 +1,21 @@
-"""Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
+"""A batch of responses over the engine's replicas: each answers some prompts, the result is whole on every rank.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+request = RolloutRequest(prompts, counts, sampling, seed=(run seed, iteration), first_prompt=0)
+asked = request.prompts_of_replicas(num_replicas)
+own = replica_responses(engine, params, request, asked[replica])
+rollout = whole_rollout(request, own, exchange=exchange)
+"""
 
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.packed import placed
 from hybridflow.batch import (
     PromptBatch,
     RolloutBatch,
@@ -17,12 +26,11 @@ from hybridflow.batch import (
     tokens_before,
 )
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.config.sampling import SamplingConfig
 from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import Exchange, PartialTensor
-from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
-from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from hybridflow.rollout.turns import TurnTaking
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -30,7 +38,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 
 
 class RolloutListener(Protocol):
-    """Is told of responses as they finish, on each rank of the engine replica, and may work while others generate."""
+    """Hears of responses as they finish, on each rank of the engine replica, and may work while others generate."""
 
     def on_response(self, row: int, response: Response) -> None:
         """`row` of the rollout, in the order in which they finish."""
@@ -38,8 +46,8 @@ class RolloutListener(Protocol):
     def on_engine_step(self) -> None:
         """After each step of the engine."""
 
-    def on_replica_done(self, own: RolloutBatch) -> None:
-        """All rows of this replica, in their order, have finished. Others may still run."""
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
+        """All responses of this replica are there, prompt after prompt. Others may still run."""
 
 
 # An engine reads the tokens of a prompt together, and once for all samples; those of responses come one by one, each
@@ -60,92 +68,84 @@ def prompts_of_replicas(
     return balanced_partition((prompts.lengths + PROMPT_TOKENS_A_STEP * steps).tolist(), num_replicas)
 
 
-def generate(
-    engine: RolloutEngine | None,
-    prompts: PromptBatch,
-    params: "Sequence[SamplingParams] | None",
-    *,
-    samples_per_prompt: LengthBuckets[int],
-    buckets: LengthBuckets[int],
-    limits: LengthBuckets[int],
-    seed: int,
-    iteration: int,
-    first_prompt: int,
-    generation: int = 0,
-    layout: RolloutLayout,
-    rank: int,
-    exchange: Exchange,
-    listener: RolloutListener | None = None,
-    records: RoutingRecords | None = None,
-    stages: Stages = (),
-    turns: TurnTaking | None = None,
-    num_rewards: int = 0,
-) -> RolloutBatch:
-    """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Which responses a rollout has: `counts` to each prompt, side by side, prompt after prompt.
 
-    params: one entry a bucket; `buckets` says which of them is a prompt's, `limits` how long its responses may be.
-    `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
-    with them `generation`, from the second time on that an iteration samples responses to the same prompts.
-    A rank without an engine waits for the others. records: take the experts that the engines have recorded, whose
-    pipeline stages have these layers. turns: of this engine's rows, where an environment answers, which gives so many
-    parts of a reward.
+    counts: int64, (prompts,). sampling: says by a prompt's length how the prompt is answered, and how long a response
+    may be. seed: of the run and the iteration, and from the second time on that an iteration samples responses to the
+    same prompts the number of times before. first_prompt: numbers the prompts of the run, so that a request's seed is
+    (seed, prompt, sample).
     """
-    lengths = prompts.lengths.tolist()
-    counts = torch.tensor(samples_per_prompt.for_lengths(lengths), dtype=torch.int64)  # of responses, (prompts,)
-    asked = prompts_of_replicas(prompts, counts, limits, len(layout.replicas))
-    rows: list[int] = []
-    responses: list[Response] = []
-    if engine is not None:
-        assert params is not None, "an engine has its parameters"
-        own = asked[layout.coordinates(rank).replica]
-        samples = [(p, s) for p in own for s in range(int(counts[p]))]
-        token_lists = prompts.token_lists()
-        again = (generation,) if generation else ()
-        seeds = [request_seed(seed, iteration, first_prompt + p, s, *again) for p, s in samples]
-        requests = [
-            Request(token_lists[p], seed, buckets.for_length(lengths[p]))
-            for (p, _), seed in zip(samples, seeds, strict=True)
-        ]
-        first = offsets(counts).tolist()
-        rows = [first[p] + s for p, s in samples]
-        responses = _generated(engine, requests, params, rows, listener=listener, turns=turns)
-        if listener is not None:
-            listener.on_replica_done(responses_to(prompts, own, counts, responses))
-    told = (rows, responses) if layout.contributes(rank) else ([], [])
-    whole = _whole(prompts, counts, *told, exchange=exchange, num_rewards=num_rewards)
-    if records is None:
-        return whole
-    made_by = {prompt: replica for replica, its in enumerate(asked) for prompt in its}
-    recorded = {row: its.experts for row, its in zip(rows, responses, strict=True) if its.experts is not None}
-    of_rows = [made_by[prompt] for prompt in whole.prompt_indices.tolist()]
-    return records.keep(whole, Recorded(recorded, of_rows, layout, stages))
+
+    prompts: PromptBatch
+    counts: Tensor
+    sampling: SamplingConfig
+    seed: tuple[int, int] | tuple[int, int, int]
+    first_prompt: int
+
+    def prompts_of_replicas(self, num_replicas: int) -> list[list[int]]:
+        return prompts_of_replicas(self.prompts, self.counts, self.sampling.limits, num_replicas)
+
+    def of_prompts(self, own: Sequence[int]) -> tuple[list[int], list[Request]]:
+        """The rows of these prompts, and what the engine is asked for each."""
+        first, counts, buckets = offsets(self.counts).tolist(), self.counts.tolist(), self.sampling.buckets
+        run, iteration, *again = self.seed
+        rows: list[int] = []
+        requests: list[Request] = []
+        for prompt, ids in zip(own, self.prompts.token_lists(own), strict=True):
+            rows += range(first[prompt], first[prompt] + counts[prompt])
+            for sample in range(counts[prompt]):
+                seed = request_seed(run, iteration, self.first_prompt + prompt, sample, *again)
+                requests.append(Request(ids, seed, buckets.for_length(len(ids))))
+        return rows, requests
 
 
-def _generated(
+@dataclass(frozen=True)
+class RowResponses:
+    """Responses, and the rows of the rollout that they are."""
+
+    rows: Sequence[int] = ()
+    responses: Sequence[Response] = ()
+
+    def experts(self) -> dict[int, Tensor]:
+        """By row, where the engine has recorded them."""
+        known = zip(self.rows, self.responses, strict=True)
+        return {row: response.experts for row, response in known if response.experts is not None}
+
+
+def replica_responses(
     engine: RolloutEngine,
-    requests: list[Request],
     params: "Sequence[SamplingParams]",
-    rows: list[int],
+    request: RolloutRequest,
+    own: Sequence[int],
     *,
-    listener: RolloutListener | None,
-    turns: TurnTaking | None,
-) -> list[Response]:
-    """In the order of the requests, which are for these rows."""
+    listener: RolloutListener | None = None,
+    turns: TurnTaking | None = None,
+) -> RowResponses:
+    """The responses to the prompts `own` of the engine's replica. turns: of the rows, where an environment answers.
+
+    params: one entry a bucket of prompt lengths.
+    """
+    rows, requests = request.of_prompts(own)
     stepped = listener.on_engine_step if listener is not None else lambda: None
     if turns is None:
         stream = engine.stream(requests, params, stepped=stepped)
     else:
         stream = turns.stream(engine, requests, rows, params, stepped=stepped)
-    responses: dict[int, Response] = {}
+    found: dict[int, Response] = {}
     for i, response in stream:
-        responses[i] = response
+        found[i] = response
         if listener is not None:
             listener.on_response(rows[i], response)
-    return [responses[i] for i in range(len(requests))]
+    responses = [found[i] for i in range(len(requests))]
+    if listener is not None:
+        listener.on_replica_done(own, responses)
+    return RowResponses(rows, responses)
 
 
 def responses_to(
-    prompts: PromptBatch, asked: list[int], num_samples: Tensor, responses: list[Response]
+    prompts: PromptBatch, asked: Sequence[int], num_samples: Tensor, responses: Sequence[Response]
 ) -> RolloutBatch:
     """The batch of all responses to the prompts `asked`, prompt after prompt. num_samples: of every prompt."""
     index = torch.tensor(asked, dtype=torch.int64)
@@ -156,59 +156,73 @@ def responses_to(
         num_samples[index],
         torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
         torch.tensor([r.truncated for r in responses], dtype=torch.bool),
-        token_ids=torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64),
-        log_probs=torch.tensor([p for r in responses for p in r.log_probs], dtype=torch.float32),
-        flags=torch.tensor([flag for r in responses for flag in _flags(r)], dtype=torch.int64),
+        token_ids=_flat("i", (r.token_ids for r in responses)),
+        log_probs=_flat("f", (r.log_probs for r in responses)),
+        flags=_flags(responses),
     )
 
 
-def _whole(
-    prompts: PromptBatch,
-    num_samples: Tensor,
-    rows: list[int],
-    responses: list[Response],
-    *,
-    exchange: Exchange,
-    num_rewards: int = 0,
+def whole_rollout(
+    request: RolloutRequest, own: RowResponses, *, exchange: Exchange, num_rewards: int = 0
 ) -> RolloutBatch:
-    """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
-    num_rows, where = int(num_samples.sum()), torch.tensor(rows, dtype=torch.int64)
+    """Every replica's rows in one batch: collective. own: what this rank contributes; of a replica one rank does so.
 
-    def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
-        return PartialTensor(size, at, torch.tensor(values, dtype=dtype))
+    num_rewards: parts of the reward that an environment gives.
+    """
+    num_rows, where, responses = int(request.counts.sum()), torch.tensor(own.rows, dtype=torch.int64), own.responses
+
+    def of_rows(values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
+        return PartialTensor(num_rows, where, torch.tensor(values, dtype=dtype))
 
     counts, truncated = exchange.gather_all(
         [
-            part(num_rows, where, [len(r.token_ids) for r in responses], torch.int64),
-            part(num_rows, where, [int(r.truncated) for r in responses], torch.int64),
+            of_rows([len(r.token_ids) for r in responses], torch.int64),
+            of_rows([int(r.truncated) for r in responses], torch.int64),
         ]
     )
     at, size = token_index(counts, where), int(counts.sum())
-    token_ids = exchange.gather(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
-    log_probs = exchange.gather(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
+    token_ids = exchange.gather(PartialTensor(size, at, _flat("i", (r.token_ids for r in responses))))
+    log_probs = exchange.gather(PartialTensor(size, at, _flat("f", (r.log_probs for r in responses))))
+    flags = exchange.gather(PartialTensor(size, at, _flags(responses))) if num_rewards else None
+    batch = _joined(
+        request.prompts,
+        request.counts,
+        counts,
+        truncated.bool(),
+        token_ids=token_ids,
+        log_probs=log_probs,
+        flags=flags,
+    )
     if not num_rewards:
-        return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
-    flags = exchange.gather(part(size, at, [flag for r in responses for flag in _flags(r)], torch.int64))
+        return batch
     rewards = exchange.gather_all(
-        [part(num_rows, where, [r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
+        [of_rows([r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
     )
     if rewards[0].isnan().all():
         raise RewardError(
             f"data.environment: all {num_rows} rows of a rollout have failed: there is nothing to train on, and the "
             f"lines before say why"
         )
-    batch = _joined(
-        prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs, flags=flags
-    )
     return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
 
 
-def _flags(response: Response) -> list[int]:
-    """Of each of its tokens: whether the policy chose it, and whether a branch begins with it."""
-    flags = [SAMPLED * own for own in response.sampled] or [SAMPLED] * len(response.token_ids)
-    for start in response.branch_starts:
-        flags[start] |= BEGINS
-    return flags
+def _flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
+    """One tensor of all numbers: `i` int32, `f` float32. No object is made for a number, as torch.tensor does."""
+    found = array(code)
+    for each in lists:
+        found.fromlist(each)
+    return torch.from_numpy(np.asarray(found))
+
+
+def _flags(responses: Iterable[Response]) -> Tensor:
+    """uint8, of each token: whether the policy chose it, and whether a branch begins with it."""
+    found = bytearray()
+    for response in responses:
+        flags = bytearray(response.sampled) if response.sampled else bytearray([SAMPLED]) * len(response.token_ids)
+        for start in response.branch_starts:
+            flags[start] |= BEGINS
+        found += flags
+    return torch.from_numpy(np.asarray(found, dtype=np.uint8))
 
 
 def _joined(
@@ -229,15 +243,21 @@ def _joined(
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
     mask = response_mask(lengths, prompt_lengths)
-    input_ids = torch.empty(len(mask), dtype=torch.int64)
-    input_ids[mask] = token_ids
-    input_ids[~mask] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)]
-    rollout_log_probs = torch.zeros(len(mask))
-    rollout_log_probs[mask] = log_probs
-    begins = torch.zeros_like(mask)
+    input_ids, behind = torch.empty(len(mask), dtype=torch.int64), mask.numpy()
+    input_ids.numpy()[behind] = token_ids.numpy()
+    input_ids.numpy()[~behind] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)].numpy()
+    rollout_log_probs, begins = placed(log_probs, mask), torch.zeros_like(mask)
     if flags is not None:
-        behind = mask.clone()
-        begins[behind], mask[behind] = (flags & BEGINS) > 0, (flags & SAMPLED) > 0
-    prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
-    shared = (input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)
-    return RolloutBatch(*shared, branch_starts=begins)
+        begins, mask = placed((flags & BEGINS) > 0, mask), placed((flags & SAMPLED) > 0, mask)
+    if not prompt_lengths.all():
+        prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
+    return RolloutBatch(
+        input_ids=input_ids,
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        prompt_indices=prompt_indices,
+        truncated=truncated,
+        response_mask=mask,
+        rollout_log_probs=rollout_log_probs,
+        branch_starts=begins,
+    )

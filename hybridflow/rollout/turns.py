@@ -164,7 +164,7 @@ class TurnTaking:
         if self.answers is not None:
             self.answers.end()
             self.counts.dropped += rows.num_dropped
-        engine.settle()
+        engine.wait_until_idle()
 
     def _agreed(self, rows: ReplicaRows, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """What has happened, applied on all ranks."""

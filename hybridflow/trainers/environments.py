@@ -57,11 +57,11 @@ def environments_of(
             make_parser,
             texts.text,
             end_ids,
-            rank,
-            config.data.prompt_key,
-            read.token,
-            config.data.max_prompt_length,
-            config.max_sequence_length,
+            rank=rank,
+            prompt_key=config.data.prompt_key,
+            token=read.token,
+            max_prompt_length=config.data.max_prompt_length,
+            max_model_len=config.max_sequence_length,
             stop=config.sampling.stop,
         )
     schemas = read.pool.schemas
@@ -70,7 +70,7 @@ def environments_of(
         problem = unread_calls(continuations, schemas[0], parser, name, texts.hidden)
         if problem is not None:
             raise ConfigError(problem)
-    return Environments(read.pool, continuations, parser, texts.text, end_ids, rank)
+    return Environments(read.pool, continuations, parser, texts.text, end_ids, rank=rank)
 
 
 def right_of(config: ExperimentConfig, caller: FunctionCaller, responses: RolloutBatch) -> int | Tensor:

@@ -164,7 +164,7 @@ class Drawn:
             response = Response(token_ids, [-x / 10 for x in token_ids], truncated=token_ids[-1] != END_ID)
             yield SimpleNamespace(request_id=name, num_cached_tokens=0, outputs=[response])
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         assert not self._there
 
 

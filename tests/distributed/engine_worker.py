@@ -26,6 +26,7 @@ from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import EngineShards, single_steps, vllms_own_layers, vllms_own_loader
+from tests.rollout.responses import responses_of
 
 NUM_RANKS = 4
 NUM_LAYERS = 3
@@ -140,9 +141,9 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     }
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
-    greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    greedy = responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))
     with mock.patch.object(platforms.Platform, "synchronize") as wait:
-        sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+        sampled = responses_of(engine, requests, engine.sampling_params(SAMPLING, ()))
     record["waits"] = wait.call_count
     record["sampled"] = [drawn.token_ids for drawn in sampled]
     record |= beside_vllms_own_layers(engine, requests, sampled)
@@ -156,8 +157,8 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     if case.dtype == "bfloat16":
         with vllms_own_loader():
             other = build(case, checkpoints, platform)
-        record["as_vllm_loads_it"] = greedy == other.generate(requests, other.greedy_params(SAMPLING, ()))
-        record["as_vllm_loads_it"] &= sampled == other.generate(requests, other.sampling_params(SAMPLING, ()))
+        record["as_vllm_loads_it"] = greedy == responses_of(other, requests, other.greedy_params(SAMPLING, ()))
+        record["as_vllm_loads_it"] &= sampled == responses_of(other, requests, other.sampling_params(SAMPLING, ()))
         other.close()
     return record
 
@@ -204,9 +205,9 @@ def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], samp
         mock.patch.object(decoder.DecoderLayer, "compute", lambda *a: calls.append("layer") or call(*a)),
         mock.patch.object(sampling, "draw", lambda *a: calls.append("draw") or take(*a)),
     ):
-        again = engine.generate(requests, params)
+        again = responses_of(engine, requests, params)
     with vllms_own_layers():
-        theirs = engine.generate(requests, params)
+        theirs = responses_of(engine, requests, params)
     pairs = [pair for a, b in zip(sampled, theirs, strict=True) for pair in zip(a.log_probs, b.log_probs, strict=True)]
     return {
         "again": again == sampled,
@@ -249,7 +250,7 @@ def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[
     asleep = cache_bytes(engine)
     engine.wake_up()
     engine.reset_prefix_cache()
-    again = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    again = responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))
     return {
         "nbytes": [awake, asleep, cache_bytes(engine)],
         "same_after_sleep": [response.token_ids for response in again] == tokens,
@@ -271,7 +272,7 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         started = time.monotonic()
         engine = build(case, checkpoints, platform, sleep_level=0)
         seconds.append(time.monotonic() - started)
-        engine.generate([Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
+        responses_of(engine, [Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
         engine.sleep()
         kept.append(cache_bytes(engine))
         engine.close()

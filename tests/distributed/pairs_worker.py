@@ -51,6 +51,7 @@ from tests.distributed.pairs import (
 )
 from tests.distributed.train_batch import make_train_batch
 from tests.placing import place_model
+from tests.rollout.responses import responses_of
 from tests.tiny_models import VOCAB_SIZE, by_model_name
 
 SAMPLING = SamplingConfig(max_response_length=RESPONSE_LENGTH, ignore_eos=True)
@@ -188,7 +189,7 @@ class Run:
             engine.wake_up()
             engine.reset_prefix_cache()
             requests = [Request(prompt, 0) for prompt in prompts().tolist()]
-            tokens = [r.token_ids for r in engine.generate(requests, engine.greedy_params(SAMPLING, ()))]
+            tokens = [r.token_ids for r in responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))]
             engine.sleep()
         back = reshard.to_trainer()
         return {

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+import zlib
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hybridflow.parallel.agreement import (
+    CHECKED_BYTES,
     code_digests,
     differences,
     digest_bytes,
@@ -107,8 +109,18 @@ def test_a_digest_of_tensors_is_of_their_values(dtype: torch.dtype) -> None:
     assert not scattered.is_contiguous()
     assert digest_tensors({"x": scattered, "n": x[0, 0]}) == digest_tensors({"n": x[0, 0].clone(), "x": x})
     expected = hashlib.blake2b(f"x {dtype} (2, 3)\n".encode(), digest_size=16)
-    expected.update(x.view(torch.uint8).numpy().tobytes())
+    expected.update(zlib.crc32(x.view(torch.uint8).numpy().tobytes()).to_bytes(4, "little"))
     assert digest_tensors({"x": x}) == expected.digest()
+
+
+def test_every_piece_of_a_large_tensor_counts() -> None:
+    x = torch.zeros(3 * CHECKED_BYTES + 5, dtype=torch.uint8)
+    found = {digest_tensors({"x": x})}
+    for place in (0, CHECKED_BYTES - 1, CHECKED_BYTES, 2 * CHECKED_BYTES + 7, len(x) - 1):
+        other = x.clone()
+        other[place] = 1
+        found.add(digest_tensors({"x": other}))
+    assert len(found) == 6
 
 
 def test_a_not_a_number_is_like_itself() -> None:

@@ -9,9 +9,17 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch, response_mask
 from hybridflow.errors import RewardError
-from hybridflow.rewards.calls import FunctionCaller, FunctionScores, Group, RolloutCalls
+from hybridflow.rewards.calls import (
+    FunctionCaller,
+    FunctionScores,
+    Group,
+    RolloutCalls,
+    groups_of,
+    rows_of_prompts,
+)
 from hybridflow.rewards.pool import Pool
 from hybridflow.roles.precomputed_scores import NOBODY
+from tests.counted import CountedOperations
 from tests.messages import like
 from tests.rewards.pools import pool_of, spec
 
@@ -168,7 +176,7 @@ def test_a_rank_has_what_it_has_begun_and_its_share_of_the_rest(pool: Pool) -> N
     pool.outcome(pool.submit(ROW, {"prompts": ["a"], "responses": ["1"], "columns": {}, "rows": [0]}))  # it has begun
     assert calls.close() == (1,)
     own = rollout()
-    calls.settle(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
+    calls.call_remaining(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
     assert calls.covers(own) and not calls.covers(rollout())
     assert known(calls.scores()[GROUP]) == [{2: 21.0, 3: 22.0, 4: 22.0, 5: 23.0}]
 
@@ -182,7 +190,7 @@ def test_what_no_worker_has_begun_goes_to_all_ranks(pool: Pool) -> None:
         while not slow._outcomes:  # of the first row
             slow._receive()
         assert calls.close() == (1,)
-        calls.settle(rollout(), [NOBODY, 0, NOBODY])
+        calls.call_remaining(rollout(), [NOBODY, 0, NOBODY])
         assert known(calls.scores()[0]) == [{row: 1.0 for row in (2, 3, 0, 1, 4, 5)}]
 
 
@@ -199,7 +207,32 @@ def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None
     for prompt in (2, 1, 0):
         calls.submit(group(prompt))
     calls.close()
-    calls.settle(rollout(), [0, 0, 0])
+    calls.call_remaining(rollout(), [0, 0, 0])
     with pytest.raises(RewardError, match="row 3: "):
         calls.scores()
     calls.forget()
+
+
+def of_pairs(num_rows: int) -> RolloutBatch:
+    """Two responses of one token to each prompt, of one token too."""
+    ones, rows = torch.ones(num_rows, dtype=torch.int64), torch.arange(num_rows)
+    return RolloutBatch(
+        input_ids=torch.arange(2 * num_rows),
+        lengths=2 * ones,
+        prompt_lengths=ones,
+        prompt_indices=rows // 2,
+        truncated=ones.bool(),
+        response_mask=torch.tensor([False, True]).repeat(num_rows),
+        rollout_log_probs=torch.zeros(2 * num_rows),
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1_000, 16_000])
+def test_groups_of_all_prompts_take_as_much_work_a_row_however_many_there_are(num_rows: int) -> None:
+    """All elements of all results of torch's operations: looking for each prompt would make num_rows a prompt."""
+    batch = of_pairs(num_rows)
+    with CountedOperations() as counted:
+        rows = rows_of_prompts(batch)
+        groups = list(groups_of(batch, rows))
+    assert groups[7] == Group(7, (14, 15), ([29], [31])) and len(groups) == num_rows // 2
+    assert counted.elements < 16 * num_rows

@@ -27,6 +27,7 @@ from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import single_steps, vllms_own_loader
+from tests.rollout.responses import responses_of
 
 NUM_RANKS, NUM_LAYERS, MAX_LENGTH, KV_BYTES = 2, 3, 160, 1 << 23
 WHOLE: Stages = ((0, 1, 2),)
@@ -89,8 +90,8 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict[str
     cached, scheduler = note_cached(engine), engine._engine.engine_core.engine_core.scheduler
     preempted = mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request)
     with contextlib.nullcontext() if case.several_steps else single_steps(), preempted as preempt:
-        engine.generate(requests[:1], greedy)  # which leaves its prompt in the cache
-        responses = engine.generate(requests, greedy)
+        responses_of(engine, requests[:1], greedy)  # which leaves its prompt in the cache
+        responses = responses_of(engine, requests, greedy)
     found: dict[str, object] = {
         "cached": sum(cached),
         "preempted": preempt.call_count,

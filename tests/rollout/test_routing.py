@@ -19,6 +19,7 @@ from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.routing import ReturnedRouting
 from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from tests.launch import run_ranks
+from tests.rollout.responses import responses_of
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup
 from tests.tiny_models import make_checkpoints
@@ -80,7 +81,7 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
     engine._engine.has_unfinished_requests.side_effect = [True, True, False]
     engine._engine.step.side_effect = [[each] for each in finished]
     requests = [Request(prompt, seed=0) for prompt in prompts]
-    responses = engine.generate(requests, [SamplingParams()])
+    responses = responses_of(engine, requests, [SamplingParams()])
     assert [response.experts.tolist() for response in responses] == [experts[0, :3].tolist(), experts[1].tolist()]
     ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
     exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)

@@ -48,7 +48,7 @@ def measured_contention(directory: Path, world: RunContext, shared: Contention) 
     generator = Generator(run, actor, eos_token_ids=(), platform=platform, exchange=world.exchange)
     assert generator.engine is not None, "every rank generates"
     with generator.resharded(), generator.awake():
-        engine = _of_crowds(lambda: _generate(generator), world)
+        engine = _of_crowds(lambda: _run_engine(generator), world)
     training = _of_crowds(scores, world)
     generator.engine.close()
     return tuple(
@@ -61,7 +61,7 @@ def measured_contention(directory: Path, world: RunContext, shared: Contention) 
     )
 
 
-def _generate(generator: Generator) -> None:
+def _run_engine(generator: Generator) -> None:
     assert generator.engine is not None
     requests = [Request([1 + i] * PROMPT, seed=i) for i in range(SEQUENCES)]
     for _ in generator.engine.stream(requests, generator.params["sampled"]):

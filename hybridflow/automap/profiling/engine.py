@@ -63,7 +63,7 @@ def engine_overheads(directory: Path, world: RunContext, profile: DeviceProfile)
         shared = _measured(directory, MANY, world, tp=2)
         message = max((shared.few - many.few) / (2 * MANY + 2) - profile.collectives[0].latency, 0.0)
     step = max(few.few - FEW * layer - FEW_SEQUENCES * (sequence + VOCAB_SIZE * logit), 0.0)
-    return EngineOverheads(step, layer, sequence, logit, message, few.wake)
+    return EngineOverheads(step, layer, sequence, logit, message, engine_wake=few.wake)
 
 
 def _measured(directory: Path, layers: int, world: RunContext, *, tp: int, vocabulary: int = VOCAB_SIZE) -> _Steps:
@@ -94,12 +94,12 @@ def _step(generator: Generator, sequences: int) -> float:
     with generator.resharded(), generator.awake():
         for _ in range(2):  # the first time compiles
             clock = [time.perf_counter()]
-            _generate(generator.engine, requests, generator.params["sampled"], clock)
+            _run_engine(generator.engine, requests, generator.params["sampled"], clock)
     steps = [end - begin for begin, end in itertools.pairwise(clock)]
     return statistics.median(steps[3:])
 
 
-def _generate(engine: RolloutEngine, requests: list[Request], params: list[Any], clock: list[float]) -> None:
+def _run_engine(engine: RolloutEngine, requests: list[Request], params: list[Any], clock: list[float]) -> None:
     """clock: the end of each step is added."""
     for _ in engine.stream(requests, params, stepped=lambda: clock.append(time.perf_counter())):
         pass

@@ -89,13 +89,13 @@ class _Alone:
 def _alone(device: torch.device, group: dist.ProcessGroup, directory: Path) -> _Alone:
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     return _Alone(
-        arithmetic.grouped_efficiency(dtype, device),
-        arithmetic.attention_rates(dtype, device),
-        arithmetic.logit_rates(device, group),
-        arithmetic.stream_bandwidth(device),
-        arithmetic.host_bandwidth(device),
-        _disk_bandwidth(directory),
-        arithmetic.operation_seconds(device),
+        grouped=arithmetic.grouped_efficiency(dtype, device),
+        attention=arithmetic.attention_rates(dtype, device),
+        logits=arithmetic.logit_rates(device, group),
+        stream=arithmetic.stream_bandwidth(device),
+        host=arithmetic.host_bandwidth(device),
+        disk=_disk_bandwidth(directory),
+        operation=arithmetic.operation_seconds(device),
     )
 
 

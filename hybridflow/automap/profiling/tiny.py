@@ -68,6 +68,6 @@ def batch(rows: int, response: int) -> RolloutBatch:
         prompts,
         torch.arange(rows),
         torch.zeros(rows, dtype=torch.bool),
-        response_mask(lengths, prompts),
-        torch.zeros(size),
+        response_mask=response_mask(lengths, prompts),
+        rollout_log_probs=torch.zeros(size),
     )

@@ -156,4 +156,4 @@ def _keys(attention: Any) -> Keys | None:
     if about is None or slots is None or not is_ours(attention.impl, layer, cache):
         return None
     assert about.causal and about.dynamic_causal is None, "a decoder's attention is causal"
-    return Keys(cache, about.block_table, about.query_start_loc, about.seq_lens, slots, about.max_seq_len)
+    return Keys(cache, about.block_table, about.query_start_loc, about.seq_lens, slots, longest=about.max_seq_len)

@@ -75,7 +75,7 @@ class NativeAttention(torch.autograd.Function):
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        _run(query, key, value, items, scale, out, lse)
+        _run(query, key, value, items, scale, out=out, lse=lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.items, ctx.scale = items, scale
         return out
@@ -84,7 +84,7 @@ class NativeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grads = [x.new_empty(x.shape) for x in (query, key, value)]
-        _run(query, key, value, ctx.items, ctx.scale, out, lse, (grad.contiguous(), *grads))
+        _run(query, key, value, ctx.items, ctx.scale, out=out, lse=lse, grads=(grad.contiguous(), *grads))
         return *grads, None, None
 
 

@@ -1,0 +1,12 @@
+"""The responses of an engine, in the order of the requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridflow.rollout.engine import Request, Response, RolloutEngine
+
+
+def responses_of(engine: RolloutEngine, requests: list[Request], params: Sequence[Any]) -> list[Response]:
+    """params: by bucket."""
+    found = dict(engine.stream(requests, params))
+    return [found[i] for i in range(len(requests))]
