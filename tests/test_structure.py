@@ -131,7 +131,7 @@ FORBIDDEN: dict[str, list[str]] = {
 
 # Who opens a door of hybridflow/cpu/: once, when a run starts or a model is built. None else imports what is behind it.
 DOORS = {
-    "hybridflow.models.layer_specs": "layers and core attention of a model",
+    "hybridflow.models.layer_classes": "layers and core attention of a model",
     "hybridflow.parallel.vocab": "log-probs and entropies of logits",
     "hybridflow.reshard.execute": "mover and transport of the reshard",
     "hybridflow.rollout.device": "the engine's device",

@@ -86,7 +86,7 @@ class BranchSearch:
         if self.bound == float("inf"):
             return True
         nothing = zeros(self._of.cells.count)
-        levels, left = [self._of.of(name) for name in self._names], [nothing]
+        levels, left = [self._of.table(name) for name in self._names], [nothing]
         for level in reversed(levels):
             left.append(left[-1].plus(least_of(level)))
         self._levels, self._left, self._frontiers = levels, left[::-1], self._frontiers_of(levels)
@@ -119,7 +119,7 @@ class BranchSearch:
             if not fits[i]:
                 continue
             now = {**chosen, level.name: level.options[i]}
-            branch = _Branch(now, here.at(int(i)), float(seconds[i]), int(needed[i]))
+            branch = _Branch(now, here.option(int(i)), float(seconds[i]), int(needed[i]))
             if self._is_known(branch):
                 continue
             found = self._with_engine(depth, sums, branch) if level.name == ENGINE else branch

@@ -52,7 +52,7 @@ class EngineMemory:
     def _beside(self, option: EngineOption) -> int:
         return engine_bytes(self.options.generating, self.options.specs["actor"], cut=option.cut, pp=option.pp)
 
-    def of(
+    def most_bytes(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
     ) -> tuple[int, ...] | None:
         """By stage, of the rank with most; None where a tensor-parallel group would leave a host, or is none."""
@@ -111,11 +111,11 @@ class EngineMemory:
         stages = engine_stages(spec.num_layers, train, rollout)
         found: set[tuple[int, int, int]] = set()
         for rank in rollout.ranks:
-            own, released = holdings.of(rank)
+            own, released = holdings.own_and_released(rank)
             engine = rollout.coordinates(rank)
             stage = train.coordinates(rank).pp if colocated else engine.pp
             found.add((stage if colocated else 0, own - released, len(stages[engine.pp])))
-        moved = Moved.of(plan, ITEM_BYTES[config.actor.dtype])
+        moved = Moved.from_plan(plan, ITEM_BYTES[config.actor.dtype])
         if not colocated:  # whichever rank sends, and however the shards come about
             moved = Moved(received=moved.received, sent=0, permuted=0)
         return _HandOff(sorted(found), moved, plan.sources(rollout.ranks[0]))

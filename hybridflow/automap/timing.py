@@ -260,7 +260,9 @@ def reshard_cost(
     what it permutes in place, there and back."""
     plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements, dtype=actor.config.dtype)
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
-    return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
+    return moving_cost(
+        Moved.from_plan(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ class Moved:
     permuted: int
 
     @classmethod
-    def of(cls, plan: ReshardPlan, itemsize: int) -> Self:
+    def from_plan(cls, plan: ReshardPlan, itemsize: int) -> Self:
         received = max(plan.received_elements(rank) for rank in plan.rollout.ranks)
         sent = max(plan.sent_elements(rank) for rank in plan.train.ranks)
         permuted = max(plan.permuted_elements(rank) for rank in plan.rollout.ranks)

@@ -182,7 +182,7 @@ class RunMemory:
     def _generation(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
         if rank in self.rollout:
-            own, released = self.holdings.of(rank)
+            own, released = self.holdings.own_and_released(rank)
             if "actor" in rows:
                 held = rows["actor"]
                 rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)

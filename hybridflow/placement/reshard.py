@@ -198,7 +198,7 @@ class EngineHoldings:
         self._storages_of: dict[int, list[list[tuple[str, int]]]] = {}  # by pipeline stage of training
         self._known: dict[_Kind, tuple[int, int]] = {}
 
-    def of(self, rank: int) -> tuple[int, int]:
+    def own_and_released(self, rank: int) -> tuple[int, int]:
         """(own, released) bytes of a rank that generates."""
         key = self.standing(rank)
         if key not in self._known:
@@ -206,7 +206,7 @@ class EngineHoldings:
         return self._known[key]
 
     def standing(self, rank: int) -> _Kind:
-        """All that `of` depends on."""
+        """All that `own_and_released` depends on."""
         origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
         return (
             rank in self._plan.train,

@@ -185,7 +185,9 @@ def test_shards_of_the_engine_without_what_travels(sizes: tuple[int, int, int], 
         plan = plan_reshard(spec, train, rollout_layout(train, *engine), bucket_elements=1000)
         known = EngineHoldings(plan, spec, itemsize=4, bucket_elements=bucket)
         full = ReshardForecast(plan, spec, itemsize=4, bucket_elements=bucket).memory
-        assert [known.of(rank) for rank in train.ranks] == [(full[r].own, full[r].released) for r in train.ranks]
+        assert [known.own_and_released(rank) for rank in train.ranks] == [
+            (full[r].own, full[r].released) for r in train.ranks
+        ]
 
 
 def test_memory_leaves_nothing_that_is_larger() -> None:

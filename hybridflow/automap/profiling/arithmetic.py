@@ -11,7 +11,8 @@ from torch.nn.functional import grouped_mm, linear
 from hybridflow.automap.profiling.clock import seconds_of
 from hybridflow.automap.role_time import BACKWARD_ATTENTION
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.layer_specs import DTYPES, attention_functions
+from hybridflow.models.layer_classes import attention_functions
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
 
 ROWS = {"cpu": (1, 4, 16, 64, 256, 1024, 4096), "cuda": (1, 4, 16, 64, 256, 1024, 4096, 16384)}
