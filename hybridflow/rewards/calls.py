@@ -12,7 +12,8 @@ process calls it, and when, it sees the same.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -56,6 +57,14 @@ class CallUnit:
     rows: tuple[int, ...]
 
 
+@dataclass
+class CallContext:
+    """What functions may ask beside rows: the iteration, from 1, and whether held-out rows are evaluated."""
+
+    iteration: int = 0
+    is_evaluation: bool = False
+
+
 @dataclass(frozen=True)
 class FunctionCaller:
     """Calls functions of the pool: each row is scored once, on one rank.
@@ -68,6 +77,16 @@ class FunctionCaller:
     world_size: int
     pool: Pool | None = None
     error_score: float | None = None
+    context: CallContext = field(default_factory=CallContext)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Functions that are called within the block may ask whether this is an evaluation: yes."""
+        self.context.is_evaluation = True
+        try:
+            yield
+        finally:
+            self.context.is_evaluation = False
 
     def spec(self, function: int) -> FunctionSpec:
         return self._pool.specs[function]
@@ -79,7 +98,7 @@ class FunctionCaller:
         """Have it called with the rows of a group, or with all that this rank calls it for."""
         places = range(len(rows["rows"]))
         cuts = [[i] for i in places] if self.spec(function).per == "row" else [list(places)] * bool(places)
-        parts = [_some(rows, cut) for cut in cuts]
+        parts = [self._asked(function, _some(rows, cut)) for cut in cuts]
         return [CallUnit(self._pool.submit(function, part), tuple(part["rows"])) for part in parts]
 
     def all_begun(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> list[CallUnit]:
@@ -120,6 +139,12 @@ class FunctionCaller:
 
     # ---- inside
 
+    def _asked(self, function: int, rows: Rows) -> Rows:
+        """With what the function asks for, and no tokens where it does not ask for them."""
+        token_ids, known = rows["token_ids"], vars(self.context)
+        asked = {name: token_ids if name == "token_ids" else known[name] for name in self.spec(function).asks}
+        return {**{name: value for name, value in rows.items() if name != "token_ids"}, "asked": asked}
+
     def _outcomes(self, function: int, units: Sequence[CallUnit]) -> list[Outcome]:
         """In their order, up to one that ends the run: what is still under way behind it need not be waited for."""
         outcomes: list[Outcome] = []
@@ -155,9 +180,11 @@ class FunctionCaller:
         rows: Sequence[int],
         prompts: PromptBatch,
     ) -> Rows:
+        token_ids = list(responses)
         return {
             "prompts": [prompts.texts[i] for i in prompt_numbers],
-            "responses": [self.decode(ids) for ids in responses],
+            "responses": [self.decode(ids) for ids in token_ids],
+            "token_ids": token_ids,
             "columns": {name: [values[i] for i in prompt_numbers] for name, values in prompts.columns.items()},
             "rows": list(rows),
         }
@@ -274,4 +301,5 @@ def _without(units: dict[int, list[CallUnit]], gone: set[int]) -> dict[int, list
 
 def _some(rows: Rows, places: Sequence[int]) -> Rows:
     columns = {name: [values[i] for i in places] for name, values in rows["columns"].items()}
-    return {key: [rows[key][i] for i in places] for key in ("prompts", "responses", "rows")} | {"columns": columns}
+    lists = ("prompts", "responses", "token_ids", "rows")
+    return {key: [rows[key][i] for i in places] for key in lists} | {"columns": columns}

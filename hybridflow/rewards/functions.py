@@ -20,6 +20,7 @@ from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
 
 RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
+ASKED = ("iteration", "is_evaluation", "token_ids")  # what a function may have by keyword, if it has such a parameter
 MOST_COLUMNS = 12  # that a message names
 USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
 
@@ -34,6 +35,7 @@ class FunctionSpec:
     lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
     affine: it is a class whose instance is called with a message of its own kind; all calls of a row go to one process.
     Such a class may be awaited: then each of the processes has `concurrency` calls under way.
+    asks: of ASKED, the parameters that the function has.
     """
 
     path: str
@@ -47,6 +49,7 @@ class FunctionSpec:
     background: bool
     lost_score: float | None = None
     affine: bool = False
+    asks: tuple[str, ...] = ()
 
 
 def exact_match(
@@ -79,13 +82,23 @@ def check_arguments(function: RewardFunction, path: str, arguments: Mapping[str,
     if foreign is not None:
         raise RewardError(foreign)
     try:
-        signature.bind([], [], {}, **arguments)
+        signature.bind([], [], {}, **arguments, **dict.fromkeys(asked_of(function, arguments)))
     except TypeError as error:
         given = ", ".join(arguments) or "none"
         raise RewardError(
             f"reward function {path}: {error}; it is called with prompts, responses, columns and the arguments of the "
             f"config, here {given}; its signature is {signature}"
         ) from error
+
+
+def asked_of(function: RewardFunction, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of ASKED the function is given: by keyword, where the config does not give it."""
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return ()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name in ASKED if name in known and name not in arguments and known[name].kind in kinds)
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.functions import check_arguments, is_async, load_reward_function
+from hybridflow.rewards.functions import asked_of, check_arguments, is_async, load_reward_function
 from hybridflow.rewards.processes import adopt_orphans, children, end_with_parent, how, kill_tree, light_python
 
 SECONDS = 600.0  # that all imports may take
@@ -24,10 +24,11 @@ Wanted = tuple[str, Mapping[str, Any]]  # package.module:function, and what it i
 
 @dataclass(frozen=True)
 class Described:
-    """awaited: whether it is an `async def`. file: of its module."""
+    """awaited: whether it is an `async def`. file: of the module. asks: see `FunctionSpec`."""
 
     awaited: bool
     file: str | None
+    asks: tuple[str, ...]
 
 
 def described(wanted: Sequence[Wanted]) -> list[Described]:
@@ -38,7 +39,7 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
     problems = [one["problem"] for one in told if one["problem"]]
     if problems:
         raise RewardError("\n".join(dict.fromkeys(problems)))
-    return [Described(one["awaited"], one["file"]) for one in told]
+    return [Described(one["awaited"], one["file"], tuple(one["asks"])) for one in told]
 
 
 def asked(
@@ -106,7 +107,7 @@ def _told(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     except RewardError as error:
         return {"problem": str(error)}
     file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-    return {"problem": "", "awaited": awaited, "file": file}
+    return {"problem": "", "awaited": awaited, "file": file, "asks": asked_of(function, arguments)}
 
 
 def _try_without_rows(function: Any, path: str, arguments: Mapping[str, Any]) -> None:

@@ -106,6 +106,7 @@ def _spec(config: RewardFunctionConfig, found: Described, scoring: ScoringConfig
         concurrency=config.concurrency,
         background=config.background and config.per != "batch",
         lost_score=WRONG if goes_on else None,
+        asks=found.asks,
     )
 
 

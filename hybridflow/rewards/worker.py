@@ -215,7 +215,7 @@ def _prepared(loaded: Loaded, body: bytes) -> FunctionCall:
         rows["responses"],
         rows["columns"],
         rows["rows"],
-        arguments=spec.arguments,
+        arguments={**spec.arguments, **rows.get("asked", {})},
         parts=spec.parts,
     )
 

@@ -321,6 +321,7 @@ class OnlineTrainer:
         self.book.skip_to(self.run, iteration)
         before = self.run.state
         self.hooks.say, self.hooks.show, self.hooks.heldout = recorder.message, recorder.phase, recorder.heldout
+        self.caller.context.iteration = iteration
         self.book.begin(self.run, iteration, num_iterations)
         try:
             done = self.book.finished(self.run, self.flow(self.run))
@@ -348,7 +349,7 @@ class OnlineTrainer:
         if heldout is None:
             raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         prompts = heldout.all_that_start()
-        with self.watchdog.phase("evaluate"):
+        with self.watchdog.phase("evaluate"), self.caller.evaluating():
             responses = self.generation.greedy_responses(prompts)
             right = right_of(self.config, self.caller, responses)
             return evaluate(

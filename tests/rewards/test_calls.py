@@ -18,6 +18,7 @@ from hybridflow.rewards.calls import (
     rows_of_prompts,
 )
 from hybridflow.rewards.pool import Pool
+from hybridflow.rewards.probe import described
 from hybridflow.roles.precomputed_scores import NOBODY
 from tests.counted import CountedOperations
 from tests.messages import like
@@ -36,6 +37,14 @@ def parts(prompts: list[str], responses: list[str], columns: dict[str, list], *,
     return [{"answer": answer, "more": int(r) + plus} for answer, r in zip(columns["answer"], responses, strict=True)]
 
 
+def curious(
+    prompts: list[str], responses: list[str], columns: dict[str, list], *, token_ids: list[list[int]], iteration: int,
+    is_evaluation: bool = False,
+) -> list[float]:  # fmt: skip
+    """What the function was given beside the texts, as a number."""
+    return [100.0 * iteration + 10 * is_evaluation + ids[-1] for ids in token_ids]
+
+
 def fails(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
     return [1 / (int(response) - 2) for response in responses]
 
@@ -51,6 +60,7 @@ def sleeps_or_fails(prompts: list[str], responses: list[str], columns: dict[str,
 def pool() -> Iterator[Pool]:
     specs = [spec(f"{HERE}:lists", per=per) for per in ("row", "group", "batch")]
     specs += [spec(f"{HERE}:parts", parts=("more", "answer"), arguments={"plus": 5}), spec(f"{HERE}:fails")]
+    specs.append(spec(f"{HERE}:curious", asks=("iteration", "is_evaluation", "token_ids")))
     with pool_of(*specs) as pool:
         yield pool
 
@@ -236,3 +246,18 @@ def test_groups_of_all_prompts_take_as_much_work_a_row_however_many_there_are(nu
         groups = list(groups_of(batch, rows))
     assert groups[7] == Group(7, (14, 15), ([29], [31])) and len(groups) == num_rows // 2
     assert counted.elements < 16 * num_rows
+
+
+def test_a_function_is_given_what_it_asks_for(pool: Pool) -> None:
+    """By the names of its parameters: the iteration, whether this is an evaluation, and the tokens of each response."""
+    own = caller(pool)
+    own.context.iteration = 7
+    assert own.scores(5, rollout(), prompts()).parts[0].values.tolist() == [700, 701, 701, 702, 702, 703]
+    with own.evaluating():
+        found = own.scores(5, rollout(), prompts()).parts[0].values.tolist()
+    assert found == [710, 711, 711, 712, 712, 713] and not own.context.is_evaluation
+
+
+def test_what_is_asked_for_is_read_from_the_signature() -> None:
+    [plain, asks] = described([(f"{HERE}:lists", {}), (f"{HERE}:curious", {"iteration": 3})])
+    assert plain.asks == () and asks.asks == ("is_evaluation", "token_ids"), "the config gives the iteration"

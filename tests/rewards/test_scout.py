@@ -46,7 +46,7 @@ def test_functions_are_described_and_nothing_of_them_is_here(module: Path) -> No
     before = signal.getsignal(signal.SIGTERM), os.getcwd()
     wanted = [("scouted_rewards:plain", {"unit": "m"}), ("scouted_rewards:waits", {}), ("scouted_rewards:called", {})]
     found = described([*wanted, ("hybridflow.rewards:exact_match", {})])
-    assert found[:3] == [Described(awaited, str(module)) for awaited in (False, True, True)]
+    assert found[:3] == [Described(awaited, str(module), ()) for awaited in (False, True, True)]
     assert not found[3].awaited and found[3].file is not None and found[3].file.endswith("rewards/__init__.py")
     assert "scouted_rewards" not in sys.modules and (signal.getsignal(signal.SIGTERM), os.getcwd()) == before
     assert described([]) == []
