@@ -106,7 +106,7 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
     def group(name: str, lists: Iterable[Iterable[int]]) -> "GroupCoordinator":
         return _group(name, (*map(tuple, lists), *outside), local_rank, world_group())
 
-    # in the "world" group vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
+    # in "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
     state._WORLD = state._TP = state._ETP = state._EP = group("tp", layout.tp_groups())
     state._PP = group("pp", layout.pp_groups())
     state._DCP = state._PCP = state._DP = group("single", ([rank] for rank in layout.ranks))

@@ -57,7 +57,7 @@ class RoutingRecords:
     def __init__(
         self, sizes: RoutingSizes, actor: Layout, *, rank: int, world: Exchange, replicas: Exchange | None
     ) -> None:
-        """actor: the actor's layout. replicas: between the ranks that stand alike in the actor's replicas; None outside."""
+        """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside."""
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
         self._stages = actor.stages(sizes.num_layers)

@@ -121,7 +121,7 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """vLLM's parsers log a traceback for each call that they cannot read: the model's mistake, of which the model hears."""
+    """vLLM's parsers log a traceback for each call that they cannot read: the model hears of this mistake."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
