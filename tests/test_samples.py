@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cli.samples import ShownSample, chosen, main, read_samples
+from hybridflow.cli.samples import ShownSample, choose_samples, main, read_samples
 from hybridflow.recording.writers import SampleWriter
 
 
@@ -59,16 +59,17 @@ def sample(score: float | None) -> ShownSample:
 
 def test_each_is_shown_once_and_ties_come_in_the_order_of_the_file() -> None:
     samples = [sample(score) for score in (1.0, 0.0, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5)]
-    found = [(kind, next(i for i, x in enumerate(samples) if x is one)) for kind, one in chosen(samples, 2, 3)]
+    found = [(kind, next(i for i, x in enumerate(samples) if x is one)) for kind, one in choose_samples(samples, 2, 3)]
     assert found[:4] == [("best", 0), ("best", 2), ("worst", 1), ("worst", 3)]
     others = {
-        tuple(i for i, x in enumerate(samples) if any(x is y for _, y in chosen(samples, 2, s)[4:])) for s in range(9)
+        tuple(i for i, x in enumerate(samples) if any(x is y for _, y in choose_samples(samples, 2, s)[4:]))
+        for s in range(9)
     }
     assert len(others) > 1 and all(len(pair) == 2 and min(pair) >= 4 for pair in others)
-    assert chosen(samples, 2, 3)[4:] == chosen(samples, 2, 3)[4:]
+    assert choose_samples(samples, 2, 3)[4:] == choose_samples(samples, 2, 3)[4:]
     # of three or four no more than one is called the best
-    assert [kind for kind, _ in chosen(samples[:3], 2, 0)] == ["best", "worst", "random"]
-    assert [kind for kind, _ in chosen([sample(None)] * 3, 2, 0)] == ["random", "random"]
+    assert [kind for kind, _ in choose_samples(samples[:3], 2, 0)] == ["best", "worst", "random"]
+    assert [kind for kind, _ in choose_samples([sample(None)] * 3, 2, 0)] == ["random", "random"]
 
 
 def test_escapes_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -33,6 +33,8 @@ from hybridflow.formats.safetensors_files import (
     check_readable,
 )
 
+NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -52,6 +54,7 @@ class MegatronDirectory:
     """
 
     tensors: Mapping[str, TensorInfo]
+    unknown: tuple[str, ...]  # tensors that are neither weights of this model nor known not to be weights
     missing: tuple[str, ...]  # HuggingFace tensors of this model that are not there
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
@@ -67,9 +70,11 @@ class MegatronDirectory:
             else:
                 self._check_shape(weight, *found)
                 self._parts |= _parts_of(weight, spec, *found)
-        for key in sorted({part.key for part in self._parts.values()}):
+        keys = {part.key for part in self._parts.values()}
+        for key in sorted(keys):
             self._files.check_complete(key)
         self.missing = tuple(missing)
+        self.unknown = tuple(key for key in self._files.tensors if key not in keys and not _no_weight(key))
         self.tensors = {
             name: TensorInfo(part.shape, self._files.tensors[part.key].dtype) for name, part in self._parts.items()
         }
@@ -124,6 +129,10 @@ def _places(weight: Weight) -> Iterator[tuple[str, int | None]]:
         for fused, plain in FUSED_NAMES.items():
             if fused in key or plain in key:
                 yield key.replace(fused, plain) if fused in key else key.replace(plain, fused), index
+
+
+def _no_weight(key: str) -> bool:
+    return key.startswith(NO_WEIGHTS) or "_extra_state" in key
 
 
 def _parts_of(weight: Weight, spec: ModelSpec, key: str, layer: int | None) -> dict[str, _Part]:

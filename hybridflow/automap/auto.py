@@ -73,7 +73,7 @@ def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Fac
 
 
 def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> SearchRequest:
-    """Of the keys that are free, on the ranks that the config gives its roles."""
+    """Of the keys that are free, on the ranks that the config gives the roles."""
     reasons, whole = Reasons(), tuple(range(world_size))
     reasons.collect(_check_ranks, config, world_size)
     reasons.refuse()
@@ -123,8 +123,8 @@ def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[st
         lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
     else:
         fullest = least.plan.fullest
-        told = memory_words(fullest.roles, 4)
-        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told}")
+        words = memory_words(fullest.roles, 4)
+        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank the run fits on {least.ranks} ranks")
     return lines

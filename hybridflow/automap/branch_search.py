@@ -6,7 +6,7 @@ A choice of an option for each role takes, of an iteration,
 
 which is what `timing.predict` has but for exchanges, saves and part of the reshard, which it leaves out: a lower bound.
 A rank holds,
-while models train, what its roles hold and the largest of their activations; while the engine generates, what rests and
+while models train, what the roles hold and the largest of their activations; while the engine generates, what rests and
 the engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so
 far, and the least of each role to come, are no less than the best so many that are known, or where the memory so far,
 and the least of each role to come, is more than there is. The least of the roles to come is also taken together: the
@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridflow.automap.choices import TOLD, Best, Choice, Counts, key_of
+from hybridflow.automap.choices import SIZED, Best, Choice, Counts, key_of
 from hybridflow.automap.cost_tables import Chosen, CostTable, CostTables, SecondsToCome, Sums, least_of, zeros
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.engine_options import EngineOption
@@ -50,7 +50,7 @@ class BranchSearch:
         self._options, self._placement, self._budget = options, placement, budget
         self._of = CostTables(options, placement, engines)
         # the critic after the engine, which says whether it scores early
-        first = [name for name in TOLD if name in placement]
+        first = [name for name in SIZED if name in placement]
         self._names = [*first, *(name for name in placement if name not in first)]
 
     @cached_property
@@ -79,14 +79,14 @@ class BranchSearch:
         return sum(each[0] for each in least.values()) + scoring + updating
 
     def search(self, best: Best, counts: Counts, *, exhaustive: bool, until: float) -> bool:
-        """Adds to `best`; whether it came to its end before `until`, a time of `time.monotonic`.
+        """Adds to `best`; whether the search ended before `until`, a time of `time.monotonic`.
 
-        exhaustive: leave a branch for its memory alone.
+        exhaustive: memory alone ends a branch.
         """
         if self.bound == float("inf"):
             return True
         nothing = zeros(self._of.cells.count)
-        levels, left = [self._of.of(name) for name in self._names], [nothing]
+        levels, left = [self._of.table(name) for name in self._names], [nothing]
         for level in reversed(levels):
             left.append(left[-1].plus(least_of(level)))
         self._levels, self._left, self._frontiers = levels, left[::-1], self._frontiers_of(levels)
@@ -119,7 +119,7 @@ class BranchSearch:
             if not fits[i]:
                 continue
             now = {**chosen, level.name: level.options[i]}
-            branch = _Branch(now, here.at(int(i)), float(seconds[i]), int(needed[i]))
+            branch = _Branch(now, here.option(int(i)), float(seconds[i]), int(needed[i]))
             if self._is_known(branch):
                 continue
             found = self._with_engine(depth, sums, branch) if level.name == ENGINE else branch
@@ -144,7 +144,7 @@ class BranchSearch:
 
     def _is_known(self, branch: _Branch) -> bool:
         """Whether all that tells choices apart is chosen, and a choice like it is known that is as fast."""
-        if self._exhaustive or any(name in self._placement and name not in branch.chosen for name in TOLD):
+        if self._exhaustive or any(name in self._placement and name not in branch.chosen for name in SIZED):
             return False
         return branch.seconds >= self._best.known(key_of(self._placement, branch.chosen)) * (1 - SLACK)
 

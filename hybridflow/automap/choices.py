@@ -8,7 +8,7 @@ from hybridflow.automap.options import RoleOption
 from hybridflow.automap.placements import Placement
 from hybridflow.config.auto import ENGINE
 
-TOLD = ("actor", ENGINE, "critic", "reward_model")  # of which other sizes make another choice
+SIZED = ("actor", ENGINE, "critic", "reward_model")  # of which other sizes make another choice
 Key = tuple[object, ...]
 
 
@@ -29,8 +29,8 @@ class Choice:
 
 
 def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]) -> Key:
-    """In what two choices have to differ to be told apart: where roles lie, and the sizes of the largest of them."""
-    return (*placement.values(), *(chosen[name].sizes for name in TOLD if name in chosen))
+    """In what two choices have to differ to count as two: where roles lie, and the sizes of the largest of them."""
+    return (*placement.values(), *(chosen[name].sizes for name in SIZED if name in chosen))
 
 
 class Best:

@@ -18,6 +18,7 @@ from typing import Literal
 from hybridflow.automap.device import Collective, DeviceProfile, Link
 
 Bound = Literal["products", "attention", "memory", "links", "launches", "waiting"]
+SUM_BYTES = 4  # of a gradient's sum, float32
 LOGIT_PASSES = 8  # over float32 logits, each way, in parallel/vocab.py
 
 
@@ -43,7 +44,7 @@ class Cost:
 
     @cached_property
     def load(self) -> float:
-        """The mean over its time."""
+        """The mean over the seconds."""
         return sum(part.seconds * part.load for part in self.parts) / self.seconds if self.seconds else 0.0
 
     @property
@@ -71,7 +72,7 @@ class Cost:
         return Cost(parts, tuple(count * seconds for seconds in self.waits))
 
     def wait_of(self, stage: int) -> float:
-        """The share of its seconds in which a rank of the stage waits."""
+        """The share of the seconds in which a rank of the stage waits."""
         return self.waits[stage] / self.seconds if self.waits and self.seconds else 0.0
 
 
@@ -114,6 +115,17 @@ class Device:
         moved = self.itemsize(dtype) * (m * k + k * n + m * n) / self.profile.memory_bandwidth
         return self._of("products", computed, busy) if computed >= moved else self._of("memory", moved, busy)
 
+    def grouped(self, m: float, k: float, n: float, groups: float, *, dtype: str, busy: float = 1.0) -> Cost:
+        """As many products in one kernel, at their share of the rate of a single one."""
+        if min(m, k, n, groups) <= 0:
+            return Cost()
+        rates = self.profile.product_rates(dtype)
+        computed = groups * 2 * m * k * n / (self._rate(m, k, n, dtype) * self.profile.grouped_efficiency)
+        if rates.table:
+            return self._of("products", computed, busy)
+        moved = groups * self.itemsize(dtype) * (m * k + k * n + m * n) / self.profile.memory_bandwidth
+        return self._of("products", computed, busy) if computed >= moved else self._of("memory", moved, busy)
+
     def attention(self, operations: float, *, backward: bool = False, busy: float = 1.0) -> Cost:
         profile = self.profile
         rate = profile.attention_backward if backward else profile.attention_forward
@@ -123,6 +135,12 @@ class Device:
         profile = self.profile
         measured = profile.elementwise_backward if backward else None
         return self._of("memory", num_bytes / (measured or profile.elementwise_bandwidth), busy)
+
+    def gradients(self, number: float, *, dtype: str, busy: float = 1.0) -> Cost:
+        """Of so many elements, added to their float32 sum: read, and the sum read and written."""
+        bandwidth = self.profile.gradient_bandwidth
+        num_bytes = number * (self.itemsize(dtype) + 2 * SUM_BYTES)
+        return self._of("memory", num_bytes / bandwidth, busy) if bandwidth else Cost()
 
     def logits(self, number: float, *, backward: bool, busy: float = 1.0) -> Cost:
         """Log-probs and entropy of rows of logits: so many passes over them, or as measured."""
@@ -138,7 +156,7 @@ class Device:
         return self._of("memory", num_bytes / self.profile.host_bandwidth, busy)
 
     def to_disk(self, num_bytes: float) -> Cost:
-        """Of a host, all its ranks together."""
+        """Of a host, all ranks together."""
         return self._of("memory", num_bytes / self.profile.disk_bandwidth, 1.0)
 
     def overhead(self, seconds: float, *, busy: float = 1.0) -> Cost:
@@ -176,6 +194,18 @@ class Device:
         """From a rank to another."""
         link = self._link(hosts)
         seconds = link.latency + num_bytes / link.bandwidth
+        return Cost((Part("links", seconds, self._message_load()),))
+
+    def all_to_all(self, num_bytes: float, ranks: int) -> Cost:
+        """Each of neighbouring ranks sends so many bytes, as many to each, itself among them. Ranks of the host get
+        theirs by the link inside, those of other hosts by the link between, at the same time: the longer counts."""
+        profile = self.profile
+        here = min(ranks, profile.ranks_per_host)
+        of_one = num_bytes / ranks
+        seconds = profile.inside.latency + (here - 1) * of_one / profile.inside.bandwidth
+        if ranks > here:
+            away = (ranks - here) * of_one * min(profile.between.sharers, here)
+            seconds = max(seconds, profile.between.latency + away / profile.between.bandwidth)
         return Cost((Part("links", seconds, self._message_load()),))
 
     def _collective(self, num_bytes: float, ranks: int, passes: float, *, hosts: int, groups: int) -> Cost:

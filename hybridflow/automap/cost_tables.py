@@ -1,9 +1,9 @@
 """The options of a role as arrays over the cells of a placement: seconds and bytes, and what becomes of them. Pure.
 
     levels = CostTables(options, placement, engines)
-    level = levels.of("critic")                        each option's seconds and bytes, whatever others are chosen
+    level = levels.table("critic")                        each option's seconds and bytes, whatever others are chosen
     level = levels.beside(level, chosen)               beside what the roles before it have chosen
-    levels.engine_beside(chosen)                       what an engine takes on the chosen actor beyond its own level
+    levels.engine_beside(chosen)                       what an engine takes on the chosen actor beyond the level
 
 A cell is of ranks that have the same roles in the same stages, see `cells`.
 """
@@ -44,7 +44,7 @@ class Sums:
     activations: Int
     resting: Int
 
-    def at(self, i: int) -> "Sums":
+    def option(self, i: int) -> "Sums":
         return Sums(*(np.asarray(getattr(self, name)[i]) for name in self.__dataclass_fields__))
 
     def plus(self, other: "Sums") -> "Sums":
@@ -64,14 +64,14 @@ class Sums:
 
     @property
     def most_bytes(self) -> Int:
-        """Of the fullest cell in its fullest moment."""
+        """Of the fullest cell in the fullest moment."""
         found: Int = np.maximum(self.held + self.activations, self.resting).max(axis=-1)
         return found
 
 
 @dataclass(frozen=True)
 class CostTable(Sums):
-    """A role with all its options, and what each of these adds: arrays of (options,) or (options, cells)."""
+    """A role with all options, and what each of these adds: arrays of (options,) or (options, cells)."""
 
     name: str
     options: Sequence[RoleOption | EngineOption]
@@ -138,7 +138,7 @@ class CostTables:
         }
         return RankClasses(self._placement, stages)
 
-    def of(self, name: str) -> CostTable:
+    def table(self, name: str) -> CostTable:
         count = len(self._placement[name])
         return self._engine_level(count) if name == ENGINE else self._role_level(name, count)
 
@@ -147,7 +147,7 @@ class CostTables:
         spread = self.cells.spread
         there = spread(name, [1])
 
-        def of(attribute: str) -> Int:
+        def by_cell(attribute: str) -> Int:
             rows = [spread(name, getattr(option, attribute)) for option in options]
             return np.array(rows, dtype=np.int64).reshape(len(options), self.cells.count)
 
@@ -159,9 +159,9 @@ class CostTables:
             alone,
             seconds("scoring"),
             seconds("updating"),
-            of("held"),
-            of("activations"),
-            resting=of("resting"),
+            by_cell("held"),
+            by_cell("activations"),
+            resting=by_cell("resting"),
             name=name,
             options=options,
         )
@@ -178,12 +178,12 @@ class CostTables:
         return CostTable(generating, none, none, held, no_bytes, resting=resting, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
-        """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
+        """What the engine takes on the chosen actor beyond the level, and in the place of what that has of resting:
         seconds of the hand-off, at least, and those that the actor's scoring takes longer. None: it cannot lie so."""
         actor, option = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
-        memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
+        memory = self._engines.most_bytes(actor.layout, option, ranks, colocated=colocated)
         if memory is None:
             return None
         handed = self._engines.seconds(actor.layout, option, ranks, self._placement["actor"])

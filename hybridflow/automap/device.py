@@ -49,7 +49,7 @@ class ProductRates(Section):
     def rate(self, m: float, k: float, n: float) -> float:
         """FLOP/s at a shape: of a table the mean of the logarithms at the nearest shapes, by inverse square distance.
 
-        The distance is Euclidean in the logarithms of the sizes; beyond the table its border holds.
+        The distance is Euclidean in the logarithms of the sizes; beyond the table the border holds.
         """
         if self.peak is not None:
             small = min(m, k, n)
@@ -67,7 +67,7 @@ class ProductRates(Section):
 class Link(Section):
     """Between ranks: bytes/s that one rank sends, in one direction, and seconds that a message takes besides.
 
-    sharers: ranks of a host that share the bandwidth; 1: each has its own.
+    sharers: ranks of a host that share the bandwidth; 1: nobody shares.
     """
 
     bandwidth: PositiveFloat
@@ -112,15 +112,15 @@ class Overheads(Section):
     operation: NonNegativeFloat  # a kernel that does nothing
     layer_forward: NonNegativeFloat  # a layer of a training model, one micro-batch
     layer_backward: NonNegativeFloat
-    micro_batch: NonNegativeFloat  # a micro-batch beside its layers, each way
+    micro_batch: NonNegativeFloat  # a micro-batch beside the layers, each way
     step: NonNegativeFloat  # an optimizer step
     step_layer: NonNegativeFloat  # of each layer in it
-    engine_step: NonNegativeFloat  # of the engine, beside its layers and sequences
+    engine_step: NonNegativeFloat  # of the engine, beside layers and sequences
     engine_layer: NonNegativeFloat
     engine_sequence: NonNegativeFloat  # a running sequence, each step
     engine_logit: NonNegativeFloat  # a logit of a running sequence, each step: sampling
     engine_message: NonNegativeFloat  # an all-reduce of two ranks within the engine, beyond what it takes elsewhere
-    engine_wake: NonNegativeFloat  # a generation, beside its steps
+    engine_wake: NonNegativeFloat  # a generation, beside the steps
 
 
 class DeviceProfile(Section):
@@ -134,11 +134,15 @@ class DeviceProfile(Section):
     sources: dict[str, str]
     memory_bytes: PositiveInt  # of the device of a rank; of a CPU, a rank's share
     products: dict[DType, ProductRates]
+    # of a product's rate: what products of several experts in one kernel reach
+    grouped_efficiency: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     attention_forward: PositiveFloat  # FLOP/s, causal, counting the half that is not masked
     attention_backward: PositiveFloat
     memory_bandwidth: PositiveFloat  # reading what is far larger than any cache
     elementwise_bandwidth: PositiveFloat  # of elementwise kernels over activations, reads and writes together
     elementwise_backward: PositiveFloat | None = None  # None: the same
+    # of adding a micro-batch's gradients to their float32 sum; None: they are added where they are computed
+    gradient_bandwidth: PositiveFloat | None = None
     logits_forward: PositiveFloat | None = None  # logits/s whose log-probs are computed; None: by their bytes
     logits_backward: PositiveFloat | None = None
     inside: Link  # a host
@@ -156,6 +160,8 @@ class DeviceProfile(Section):
         if not self.products:
             raise ValueError("products: give the rates of a dtype at least")
         numbers = {"memory_bytes", "products", "memory_bandwidth", "inside", "between"}
+        numbers |= {"grouped_efficiency"} if self.grouped_efficiency < 1 else set()
+        numbers |= {"gradient_bandwidth"} if self.gradient_bandwidth else set()
         missing = sorted(numbers - self.sources.keys())
         if missing:
             raise ValueError(f"sources: {missing[0]} has none: say where the number comes from")
@@ -188,7 +194,7 @@ def shipped_profiles() -> tuple[str, ...]:
 
 
 def load_profile(path_or_name: str | Path) -> DeviceProfile:
-    """A shipped profile by its name, or a file. Errors: ConfigError naming file, field, value and rule."""
+    """A shipped profile by name, or a file. Errors: ConfigError naming file, field, value and rule."""
     named = PROFILES / f"{path_or_name}{SUFFIX}"
     path = named if str(path_or_name) in shipped_profiles() else Path(path_or_name)
     if not path.exists():

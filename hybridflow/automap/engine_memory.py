@@ -39,7 +39,7 @@ class EngineMemory:
     blocks: dict[tuple[object, ...], bool] = field(default_factory=dict)  # see `Branches`
 
     def least(self, option: EngineOption) -> int:
-        """On a rank, whichever the actor's layout: its weights may lie in the actor's memory."""
+        """On a rank, whichever the actor's layout: the engine's weights may lie in the actor's memory."""
         return self._beside(option) + (option.kv_cache.whole if option.pp == 1 else 0)
 
     def awake(self, option: EngineOption) -> int:
@@ -52,10 +52,10 @@ class EngineMemory:
     def _beside(self, option: EngineOption) -> int:
         return engine_bytes(self.options.generating, self.options.specs["actor"], cut=option.cut, pp=option.pp)
 
-    def of(
+    def most_bytes(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
     ) -> tuple[int, ...] | None:
-        """By stage, of the rank with most; None where a tensor-parallel group would leave its host, or is none."""
+        """By stage, of the rank with most; None where a tensor-parallel group would leave a host, or is none."""
         config = self.options.generating
         if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
             if option.tp != train.tp:
@@ -66,7 +66,7 @@ class EngineMemory:
         if colocated and not self._on_one_host(train, option, ranks):
             return None
         shards = self._hand_off(train, option, colocated=colocated).shards
-        # a stage of the engine has its part of the cache by its layers
+        # a stage of the engine has a part of the cache by layers
         most = max(layers for _, _, layers in shards)
         beside = self._beside(option)
         by_stage: dict[int, int] = {}
@@ -111,11 +111,11 @@ class EngineMemory:
         stages = engine_stages(spec.num_layers, train, rollout)
         found: set[tuple[int, int, int]] = set()
         for rank in rollout.ranks:
-            own, released = holdings.of(rank)
+            own, released = holdings.own_and_released(rank)
             engine = rollout.coordinates(rank)
             stage = train.coordinates(rank).pp if colocated else engine.pp
             found.add((stage if colocated else 0, own - released, len(stages[engine.pp])))
-        moved = Moved.of(plan, ITEM_BYTES[config.actor.dtype])
+        moved = Moved.from_plan(plan, ITEM_BYTES[config.actor.dtype])
         if not colocated:  # whichever rank sends, and however the shards come about
             moved = Moved(received=moved.received, sent=0, permuted=0)
         return _HandOff(sorted(found), moved, plan.sources(rollout.ranks[0]))

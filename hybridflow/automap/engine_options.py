@@ -1,4 +1,4 @@
-"""How the engine may run on so many ranks: its parallel sizes and its KV cache, with their seconds. Pure."""
+"""How the engine may run on so many ranks: parallel sizes and the KV cache, with their seconds. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
 
 @dataclass(frozen=True)
 class EngineOption:
-    """The engine on n ranks, with its KV cache as a config gives it."""
+    """The engine on n ranks, with the KV cache as a config gives it."""
 
     tp: int
     pp: int

@@ -13,7 +13,7 @@ from hybridflow.placement.placed import PlacedFixed, PlacedRun
 GENERATION = ("reshard", "generate")
 SCORING = ("reward", *SCORING_PHASES.values())
 UPDATES = ("critic_update", "actor_update", "reward_model_update")
-LEAST_SHARE = 0.002  # of an iteration: of a difference that is told
+LEAST_SHARE = 0.002  # of an iteration: of a difference that is shown
 
 
 def chosen_values(config: AnyConfig) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def phase_changes(plan: SearchedPlan, other: SearchedPlan) -> dict[str, tuple[fl
     mine, others = plan.prediction.phases, other.prediction.phases
     both = {name: (mine.get(name, 0.0), others.get(name, 0.0)) for name in dict.fromkeys((*mine, *others))}
     least = LEAST_SHARE * plan.seconds
-    told = {name: pair for name, pair in both.items() if abs(pair[0] - pair[1]) >= least}
-    return dict(sorted(told.items(), key=lambda item: item[1][0] - item[1][1]))
+    shown = {name: pair for name, pair in both.items() if abs(pair[0] - pair[1]) >= least}
+    return dict(sorted(shown.items(), key=lambda item: item[1][0] - item[1][1]))
 
 
 def stages(plan: SearchedPlan) -> dict[str, float]:

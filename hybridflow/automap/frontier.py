@@ -27,7 +27,7 @@ class Frontier:
         return cls(np.zeros(1, dtype=np.int64), np.zeros(1))
 
     @classmethod
-    def of(cls, held: Int, seconds: Float) -> Self:
+    def from_points(cls, held: Int, seconds: Float) -> Self:
         """Of one role's options, or of sums; with more points than `MOST_POINTS` some stand for several: the least
         bytes and the least seconds of these."""
         order = np.lexsort((seconds, held))
@@ -42,9 +42,9 @@ class Frontier:
 
     def plus(self, held: Int, seconds: Float) -> "Frontier":
         """With one more role, of whose options these are the bytes and the seconds."""
-        own = Frontier.of(held, seconds)
+        own = Frontier.from_points(held, seconds)
         sums = np.add.outer(self.bytes, own.bytes), np.add.outer(self.seconds, own.seconds)
-        return Frontier.of(sums[0].ravel(), sums[1].ravel())
+        return Frontier.from_points(sums[0].ravel(), sums[1].ravel())
 
     def within(self, room: Int) -> Float:
         """The least seconds for each number of bytes; infinite where not even the least goes in."""

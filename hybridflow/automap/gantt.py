@@ -30,7 +30,7 @@ class _Row:
 
 
 def gantt(spans: Sequence[Span], world_size: int, *, title: str) -> str:
-    """An SVG file. Spans too short to be seen are left out; a bar's tool tip has its numbers."""
+    """An SVG file. Spans too short to be seen are left out; a bar's tool tip has the numbers."""
     rows = _rows(spans, world_size)
     end = max(span.begin + span.seconds for span in spans)
     scale = (WIDTH - LEFT - RIGHT) / end
@@ -51,13 +51,13 @@ def gantt(spans: Sequence[Span], world_size: int, *, title: str) -> str:
 def _rows(spans: Sequence[Span], world_size: int) -> list[_Row]:
     """Ranks that do the same at the same times together, by first rank."""
     of_rank: list[list[int]] = [[] for _ in range(world_size)]
-    told: dict[tuple[object, ...], int] = {}
+    drawn: dict[tuple[object, ...], int] = {}
     for span in spans:
-        same = told.setdefault((span.phase, span.role, span.begin, span.seconds), len(told))
+        same = drawn.setdefault((span.phase, span.role, span.begin, span.seconds), len(drawn))
         for rank in span.ranks:
             of_rank[rank].append(same)
     first = {(span.phase, span.role, span.begin, span.seconds): span for span in reversed(spans)}
-    by_number = {number: first[key] for key, number in told.items()}  # type: ignore[index]  # the same keys
+    by_number = {number: first[key] for key, number in drawn.items()}  # type: ignore[index]  # the same keys
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, numbers in enumerate(of_rank):
         alike.setdefault(tuple(numbers), []).append(rank)

@@ -1,4 +1,4 @@
-"""Seconds that an engine replica takes for its responses: prefill, decode steps by how many run, and the tail. Pure.
+"""Seconds that an engine replica takes for responses: prefill, decode steps by how many run, and the tail. Pure.
 
 A decode step with b sequences at context length c reads the replica's weights and b c keys and values once:
 
@@ -16,6 +16,8 @@ from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.role_time import Model, Pass
 from hybridflow.parallel.layout import Cut
 
+# of a layer with experts beyond those of an MLP, in vLLM 0.32.0: the router, the k largest, two that sort, the sum
+ROUTING_KERNELS = 5
 SEGMENTS = 24  # that the decode steps are cut in, each with one number of sequences
 
 
@@ -34,13 +36,13 @@ class Responses:
 
 
 def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
-    """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
+    """One replica of tp x pp ranks. The stages work one after another: a step waits for the token of the one before."""
     key = ("generate", spec, cut, pp, dtype, responses)
     return device.known(key, lambda: _generation_cost(spec, cut, pp, dtype, responses, device=device))
 
 
 def _generation_cost(spec: ModelSpec, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
-    model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, expert_tp=cut.expert_tp)
+    model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, cut=cut)
     wakes = device.overhead(device.profile.overheads.engine_wake, busy=cut.tp * pp)
     found = total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
     # each stage waits while the others have the token: of stages that share the layers evenly
@@ -58,7 +60,7 @@ def prefill_cost(model: Model, pp: int, responses: Responses) -> Cost:
 
 
 def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
-    """Full while others wait for a place, then fewer and fewer. Each response has one token of its prefill."""
+    """Full while others wait for a place, then fewer and fewer. The prefill has given one token of each response."""
     at_once = min(responses.number, responses.at_once)
     mean, longest = max(responses.mean - 1, 0.0), max(responses.longest - 1, 0.0)
     waiting = responses.number - at_once
@@ -78,19 +80,17 @@ def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
 def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
     """One token for each of the running sequences."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
-    products = total(
-        device.product(sequences * share, k, n, dtype=model.dtype, busy=model.tp) for k, n, share in model.matrices
-    )
     heads = max(1.0, spec.num_kv_heads / model.tp)
     read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
     message = overheads.engine_message if model.tp > 1 else 0.0
+    routing = ROUTING_KERNELS * overheads.operation if model.experts else 0.0
     layer = total(
         (
-            products,
+            model.products(sequences),
             device.memory(read, busy=model.tp),
             device.all_reduce(size, model.tp, hosts=model.hosts).times(2),
-            device.overhead(overheads.engine_layer + 2 * message, busy=model.tp),
+            device.overhead(overheads.engine_layer + 2 * message + routing, busy=model.tp),
         )
     )
     return total((layer.times(spec.num_layers), _messages(model, pp, sequences), _sampled(model, sequences)))

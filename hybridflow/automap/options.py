@@ -1,4 +1,4 @@
-"""How a role may run on so many ranks: every choice of its free keys, with its seconds and its memory. Pure.
+"""How a role may run on so many ranks: every choice of the free keys, with seconds and memory. Pure.
 
     options = Options(config, specs, profile, free=ALL)
     options.of_role("actor", 64)       each RoleOption that is valid and not worse in all than another of the same sizes
@@ -55,17 +55,17 @@ MODEL_CHUNKS = (1, 2, 4)  # a stage
 MOST_EXPERT_HOSTS = 4  # that the ranks of an expert group lie on
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
 
-Free = Mapping[str, frozenset[str]]  # role, or `engine` -> its keys that may be chosen
+Free = Mapping[str, frozenset[str]]  # role, or `engine` -> keys that may be chosen
 
 
 @dataclass(frozen=True)
 class RoleOption:
-    """A role with all keys chosen. Its layout lies over the ranks 0 to n - 1. Bytes are of each pipeline stage."""
+    """A role with all keys chosen. The layout lies over the ranks 0 to n - 1. Bytes are of each pipeline stage."""
 
     name: str
     config: RoleConfig
     layout: Layout
-    alone: float  # seconds in which all ranks of the run wait: optimizer state on its way to and from host memory
+    alone: float  # seconds in which all ranks of the run wait: optimizer state goes to host memory and back
     scoring: float
     early: float  # no less than `scoring`: where the role may begin before the rollout is whole
     updating: float
@@ -160,7 +160,7 @@ class Options:
         return min(o.alone for o in options), min(o.scoring for o in options), min(o.updating for o in options)
 
     def may_wait(self, name: str) -> bool:
-        """Whether the flow asks for what this role scores before the rollout is whole, were its ranks such."""
+        """Whether the flow asks for what this role scores before the rollout is whole, were the ranks such."""
         config = self.config
         if not isinstance(config, ExperimentConfig):
             return False
@@ -203,7 +203,9 @@ class Options:
         """Seconds of one rank."""
         profile = self.device.profile
         model = Model(spec, 1, role.dtype, head_of(name), False, device=self.device)
-        in_layer = sum(2 * k * n * share for k, n, share in model.matrices)
+        in_layer = sum(2 * k * n for k, n in model.matrices)
+        if model.experts:
+            in_layer += model.experts.copies * sum(2 * k * n for k, n in model.experts.matrices)
         at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
         products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
         attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)

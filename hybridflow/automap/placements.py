@@ -17,7 +17,7 @@ MOST_UNITS = 16  # that the ranks are divided in
 
 
 class Placement(dict[str, Ranks]):
-    """The ranks of each role by its config key, and of the engine as `engine`."""
+    """The ranks of each role by config key, and of the engine as `engine`."""
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -35,7 +35,7 @@ class Placement(dict[str, Ranks]):
 def placements(names: Sequence[str], world_size: int, *, ranks_per_host: int) -> Iterator[Placement]:
     """Each grouping of the names over disjoint sets of ranks that are all ranks together, the same in every start.
 
-    The larger a group the lower its ranks, so that one smaller than a host lies on one host.
+    The larger a group the lower the ranks, so that one smaller than a host lies on one host.
     """
     unit = unit_of(world_size, ranks_per_host)
     for groups in partitions(tuple(names)):

@@ -1,4 +1,4 @@
-"""Ranks of a run that hold and do the same, whatever its roles choose, as one cell. Pure."""
+"""Ranks of a run that hold and do the same, whatever the roles choose, as one cell. Pure."""
 
 from collections.abc import Mapping, Sequence
 from math import gcd

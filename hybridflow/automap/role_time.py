@@ -1,4 +1,4 @@
-"""Seconds that a model takes on its grid: scoring rows, and an update of its weights. Pure.
+"""Seconds that a model takes on a grid: scoring rows, and an update of its weights. Pure.
 
     forward_cost(spec, layout, config, rows, device, head="lm")     one replica scores its rows
     update_cost(spec, layout, config, rows, device, head="lm")      one optimizer step on a mini-batch
@@ -19,11 +19,13 @@ from math import ceil
 
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
+from hybridflow.automap.expert_time import ExpertWork
 from hybridflow.automap.step_time import hosts_of, layers_of_stages, reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.prompt_groups import SAVED_TO_PAY
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import chunks_of_rows
+from hybridflow.placement.footprint import stage_elements
 
 BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
 LOGIT_BYTES = 4  # log-probs of logits are computed in float32
@@ -33,7 +35,7 @@ LOGIT_BYTES = 4  # log-probs of logits are computed in float32
 class MeanRows:
     """Sequences that a replica runs in one go, by their means.
 
-    samples: rows that share a prompt. whole: outputs are one a sequence, so that its last token is run, too.
+    samples: rows that share a prompt. whole: outputs are one a sequence, so that the last token is run, too.
     """
 
     number: float
@@ -44,7 +46,7 @@ class MeanRows:
 
     @property
     def shared(self) -> float:
-        """Tokens of a prompt that are run once for all its rows, as `models.prompt_groups` has it; 0: none."""
+        """Tokens of a prompt that are run once for all rows, as `models.prompt_groups` has it; 0: none."""
         saved = (self.samples - 1) * (self.prompt - 1)
         return self.prompt - 1 if saved and saved >= SAVED_TO_PAY * self.samples * self.length else 0.0
 
@@ -86,7 +88,7 @@ class MeanRows:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch on a rank: what its products see."""
+    """A micro-batch on a rank: what the products see."""
 
     tokens: float
     outputs: float
@@ -101,7 +103,7 @@ def passes(rows: MeanRows, budget: int) -> tuple[int, Pass]:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a role its time depends on, on a tensor-parallel rank. hosts: that a tensor-parallel group lies on."""
+    """What the seconds of a role depend on, on a tensor-parallel rank. hosts: that a tensor-parallel group lies on."""
 
     spec: ModelSpec
     tp: int
@@ -110,8 +112,7 @@ class Model:
     sequence_parallel: bool
     device: Device
     hosts: int = 1
-    expert_tp: int | None = None  # ranks that share each expert; None: tp
-    ep_ranks: int = 1  # ranks that send each other tokens for experts; 1: none are sent
+    cut: Cut | None = None  # of experts; None: a share of each on every rank
 
     # ---- layers
 
@@ -120,18 +121,17 @@ class Model:
         return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
 
     def _forward_layer(self, mb: Pass) -> Cost:
-        products = total(self._product(mb.tokens * share, k, n) for k, n, share in self.matrices)
-        work = total((products, *self._besides(mb, 1.0, backward=False)))
+        work = total((self.products(mb.tokens), *self._besides(mb, 1.0, backward=False)))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
     def backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        """Its gradients: two products for each of forward; what is not kept runs again."""
+        """The gradients of a layer: two products for each of forward; what is not kept runs again."""
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
     def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        seen = [(mb.tokens * share, k, n) for k, n, share in self.matrices]
-        backward = total(self._product(tokens, n, k) + self._product(n, tokens, k) for tokens, k, n in seen)
-        parts = [backward, *self._besides(mb, 2.0, backward=True)]
+        backward = (self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
+        experts = self.experts.products(mb.tokens, backward=True) if self.experts else Cost()
+        parts = [*backward, experts, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
             parts.append(self._attention(mb, backward=False))
         work = self.device.launched(total(parts), self.device.profile.overheads.layer_backward, busy=self.tp)
@@ -140,37 +140,35 @@ class Model:
     @cached_property
     def _key(self) -> tuple[Hashable, ...]:
         """All that a cost depends on beside a micro-batch."""
-        return (
-            self.spec,
-            self.tp,
-            self.expert_tp,
-            self.ep_ranks,
-            self.dtype,
-            self.head,
-            self.sequence_parallel,
-            self.hosts,
-        )
+        how = (self.dtype, self.head, self.sequence_parallel, self.hosts)
+        return (self.spec, self.tp, self.cut, *how)
 
     @cached_property
-    def matrices(self) -> list[tuple[float, float, float]]:
-        """(k, n, share of the tokens) of a layer's products on a rank: one for each expert of a token.
+    def experts(self) -> ExpertWork | None:
+        """None: the model has none. With them, no layer is taken as dense."""
+        cut = self.cut or Cut(self.tp, self.tp)
+        return ExpertWork(self.spec, cut, self.dtype, self.device) if self.spec.num_experts else None
 
-        With expert parallelism a rank has fewer of them, and wider. No layer of a model with experts is taken as dense.
-        """
+    @cached_property
+    def matrices(self) -> list[tuple[float, float]]:
+        """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not."""
         spec, tp = self.spec, self.tp
         q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
         hidden = float(spec.hidden_size)
-        attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
-        if not spec.num_experts:
+        attention = [(hidden, (q + 2 * kv) / tp), (q / tp, hidden)]
+        if self.experts is None:
             return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
-        expert_tp = self._expert_tp
-        experts = self._mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
         shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
-        return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *shared]
+        return [*attention, (hidden, float(spec.num_experts)), *shared]
 
-    def _mlp(self, width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
+    def _mlp(self, width: float) -> list[tuple[float, float]]:
         hidden = float(self.spec.hidden_size)
-        return [(hidden, self._gates * width, share), (width, hidden, share)]
+        return [(hidden, self._gates * width), (width, hidden)]
+
+    def products(self, tokens: float) -> Cost:
+        """Of a layer forward, with the experts'."""
+        own = total(self._product(tokens, k, n) for k, n in self.matrices)
+        return own + self.experts.products(tokens) if self.experts else own
 
     @property
     def _gates(self) -> int:
@@ -205,27 +203,21 @@ class Model:
         spec, b = self.spec, self.device.itemsize(self.dtype)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sp = self.tp if self.sequence_parallel else 1
-        of_token = spec.ffn_hidden_size * max(1, spec.experts_per_token) + spec.shared_ffn_hidden_size
-        width = (5 if spec.traits.gated else 2) * of_token
-        return b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
+        wide = spec.shared_ffn_hidden_size if self.experts else spec.ffn_hidden_size
+        width = (5 if spec.traits.gated else 2) * wide
+        own = b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
+        return own + self.experts.elementwise_bytes() if self.experts else own
 
     def _messages(self, mb: Pass, *, backward: bool) -> Cost:
         """Two all-reduces of the activations each way; with sequence parallelism each is a reduce-scatter and an
         all-gather, and backward the inputs of both column-parallel products are gathered again. Tokens that are sent to
-        their experts go there and back."""
-        return self._within_replica(mb, backward=backward) + self._to_experts(mb)
-
-    def _to_experts(self, mb: Pass) -> Cost:
-        """A copy for each rank that shares one of a token's experts, each way; the largest link is that of a host."""
-        if self.ep_ranks == 1:
-            return Cost()
-        copies = mb.tokens / (self.tp if self.sequence_parallel else 1) * self.spec.experts_per_token * self._expert_tp
-        size = copies * self.spec.hidden_size * self.device.itemsize(self.dtype) * (self.ep_ranks - 1) / self.ep_ranks
-        return self.device.send(size, hosts=self.hosts).times(2, busy=self.tp)
-
-    @property
-    def _expert_tp(self) -> int:
-        return self.expert_tp or self.tp
+        their experts go there and back, in place of the second."""
+        own = self._within_replica(mb, backward=backward)
+        if self.experts is None or self.experts.ep_ranks == 1:
+            return own
+        replaced = 1.0 if self.spec.shared_ffn_hidden_size else 0.5
+        tokens = mb.tokens / (self.tp if self.sequence_parallel else 1)
+        return own.times(replaced) + self.experts.messages(tokens)
 
     def _within_replica(self, mb: Pass, *, backward: bool) -> Cost:
         if self.tp == 1:
@@ -238,7 +230,7 @@ class Model:
     # ---- ends
 
     def output(self, mb: Pass, *, backward: bool = False) -> Cost:
-        """The head over the wanted rows, and log-probs of its logits; backward more logits than exist at once are made
+        """The head over the wanted rows, and log-probs of logits; backward more logits than exist at once are made
         again."""
         return self.device.known(("output", *self._key, mb.outputs, backward), lambda: self._output(mb, backward))
 
@@ -256,10 +248,8 @@ class Model:
 
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
-    ep_ranks = layout.expert_tp * layout.ep if layout.replicas_per_expert_copy > 1 else 1
-    hosts = hosts_of(layout, "tp", device) if ep_ranks <= device.profile.ranks_per_host else 2
-    own = {"hosts": hosts, "expert_tp": layout.expert_tp, "ep_ranks": ep_ranks}
-    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device=device, **own)
+    how = (config.dtype, head, config.sequence_parallel)
+    return Model(spec, layout.tp, *how, device=device, hosts=hosts_of(layout, "tp", device), cut=layout.cut)
 
 
 # ------------------------------------------------------------------------------------------------ on a grid
@@ -300,7 +290,7 @@ def update_cost(
     own = rows.split(layout.dp)
     gradients = gradient_cost(spec, layout, config, own, device, head=head)
     reduced = reduction_cost(spec, layout, config, device, head=head)
-    if device.profile.shared is None:  # while the last micro-batch runs backward, which is two thirds of its time
+    if device.profile.shared is None:  # while the last micro-batch runs backward, two thirds of the seconds
         hidden = 2 / 3 * gradients.seconds / max(own.micro_batches(config.micro_batch_tokens), 1)
         reduced = reduced.times(max(0.0, 1 - hidden / reduced.seconds) if reduced.seconds else 1.0)
     return total((gradients.times(1, busy=layout.dp), reduced, step_cost(spec, layout, config, device, head=head)))
@@ -309,18 +299,28 @@ def update_cost(
 def gradient_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
-    """One replica adds up the gradients of its rows, at least of one micro-batch. Loads are of one replica."""
+    """One replica adds up the gradients of `rows`, at least of one micro-batch. Loads are of one replica."""
     count, mb = passes(rows, config.micro_batch_tokens)
     model = model_of(spec, layout, config, device, head=head)
     overhead = device.overhead(2 * device.profile.overheads.micro_batch, busy=layout.tp)
     layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
     ends = model.output(mb) + model.output(mb, backward=True)
     message = _between_stages(model, layout, mb).times(2)
+    parts = list(zip(layers_of_stages(spec, layout), stage_elements(spec, head, layout), strict=True))
+    twice = spec.vocab_size * spec.hidden_size / layout.tp if spec.tied and head == "lm" and layout.pp == 1 else 0
     stages = {
-        (layers, is_last): total((layer.times(layers), overhead, message, ends if is_last else Cost()))
-        for layers, is_last in dict.fromkeys(layers_of_stages(spec, layout))
+        ((layers, is_last), elements): total(
+            (
+                layer.times(layers),
+                overhead,
+                message,
+                device.gradients(elements + twice, dtype=config.dtype, busy=layout.tp),
+                ends if is_last else Cost(),
+            )
+        )
+        for (layers, is_last), elements in dict.fromkeys(parts)
     }
-    return pipelined([stages[stage] for stage in layers_of_stages(spec, layout)], max(count, 1), chunks=layout.vpp)
+    return pipelined([stages[part] for part in parts], max(count, 1), chunks=layout.vpp)
 
 
 def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
@@ -340,7 +340,7 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
 
 
 def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:
-    """What a stage sends on, of each of its chunks."""
+    """What a stage sends on, of each chunk."""
     if layout.pp == 1:
         return Cost()
     split = layout.tp if model.sequence_parallel else 1

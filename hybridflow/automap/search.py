@@ -5,9 +5,9 @@
     found.given                          the config as it is, where it fits
 
 It goes over placements (HybridFlow's algorithm 1, arXiv 2409.19256, section 6) in the order of a bound that each has:
-the seconds that its roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
+the seconds that the roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
 what is known already is not looked into, nor are those after it. What is left is placed as `hybridflow.plan` places it,
-counted by its memory table and timed by `predict`, which has the last word.
+counted by the memory table of `hybridflow.plan` and timed by `predict`, which has the last word.
 
 Where this departs from the paper: the engine may lie on ranks of its own; recomputation, offloading, micro-batches and
 the KV cache are chosen, too; memory is the exact table and not a least number of devices; scoring and updates of groups
@@ -40,6 +40,7 @@ from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
 SHOWN = 10
 MOST_KEPT = 320  # choices that are timed in full, at most
+SEARCHED = 0.75  # of the seconds: placements; the rest times in full what is kept
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A config that fits, with its predicted seconds."""
+    """A config that fits, with predicted seconds."""
 
     config: AnyConfig
     placed: PlacedRun | PlacedFixed
@@ -86,7 +87,8 @@ class SearchedPlan:
 
 @dataclass(frozen=True)
 class Found:
-    """plans: fastest first. unseen: placements that time ran out for. given: None where it does not fit; why_not."""
+    """plans: fastest first. unseen: placements that time ran out for, untimed: kept choices. given: None where the
+    config as given does not fit; why_not."""
 
     request: SearchRequest
     plans: list[SearchedPlan]
@@ -94,6 +96,7 @@ class Found:
     why_not: str
     placements: int
     unseen: int
+    untimed: int
     bounded: int  # placements that the bound left out
     closed: bool  # whether nothing that was left out can be among those shown
     counts: Counts = field(default_factory=Counts)
@@ -103,7 +106,7 @@ class Found:
 def search(request: SearchRequest, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
     """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
 
-    known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
+    known: `known_of` a request that differs in ranks or memory alone: what is found of options serves both.
     """
     return _Search(request, known=known, exhaustive=exhaustive).run()
 
@@ -126,7 +129,8 @@ class _Search:
         self.request, self.exhaustive = request, exhaustive
         self.engines = known or known_of(request)
         self.begun = time.monotonic()
-        self.until = self.begun + request.seconds
+        self.until, self.searched_until = (self.begun + share * request.seconds for share in (1.0, SEARCHED))
+        self.untimed = 0  # of the choices kept last
         self.counts = Counts()
         self.plans: dict[Any, SearchedPlan | None] = {}
 
@@ -138,8 +142,8 @@ class _Search:
             plans = self._timed(best)
             # what was left out takes as long as the last that was kept, or longer
             shown = plans[: self.request.shown]
-            closed = not unseen and (best.limit == float("inf") or self._proven(shown, best))
-            if closed or self.request.first or kept >= MOST_KEPT or time.monotonic() > self.until:
+            closed = not unseen and not self.untimed and (best.limit == float("inf") or self._proven(shown, best))
+            if closed or self.request.first or kept >= MOST_KEPT or time.monotonic() > self.searched_until:
                 break
             kept *= 2
         given, why_not = self._given()
@@ -152,6 +156,7 @@ class _Search:
             why_not,
             placements=len(branches),
             unseen=unseen,
+            untimed=self.untimed,
             bounded=bounded,
             closed=closed,
             counts=self.counts,
@@ -188,19 +193,23 @@ class _Search:
         for i, each in enumerate(branches):
             if each.floor >= best.limit and not self.exhaustive:
                 return best, 0, bounded + len(branches) - i
-            if time.monotonic() > self.until:
+            if time.monotonic() > self.searched_until:
                 return best, len(branches) - i, bounded
             if each.bound >= best.limit and not self.exhaustive:
                 bounded += 1
-            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.until):
+            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.searched_until):
                 return best, len(branches) - i, bounded
         return best, 0, bounded
 
     def _timed(self, best: Best) -> list[SearchedPlan]:
-        """In the order of their predicted seconds."""
-        found = []
+        """In the order of their predicted seconds. Once time has run out, no more than one that fits."""
+        found: list[SearchedPlan] = []
+        self.untimed = 0
         for choice in best.sorted():
             if choice.key not in self.plans:
+                if found and time.monotonic() > self.until:
+                    self.untimed += 1
+                    continue
                 self.plans[choice.key] = self._plan(choice)
             plan = self.plans[choice.key]
             if plan is not None:
@@ -284,7 +293,7 @@ def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> An
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Any:
-    """Of a role, by its key: actor, reward.models.0."""
+    """Of a role, by key: actor, reward.models.0."""
     node: Any = tree
     for key in name.split("."):
         node = node[int(key)] if isinstance(node, list) else node[key]

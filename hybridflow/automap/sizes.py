@@ -47,9 +47,11 @@ def deals_experts(spec: ModelSpec, ep: int) -> bool:
 
 
 def expert_sizes(spec: ModelSpec, tp: int, dp: int, *, most: int) -> list[int]:
-    """Of expert parallelism: 1, and whole experts on the tp ranks of a replica or of several, at most `most` ranks."""
+    """Of expert parallelism: 1, parts of the tp ranks of a replica, and whole experts on the ranks of a replica or of
+    several, at most `most` ranks."""
+    parts = [ep for ep in range(2, tp) if tp % ep == 0]
     over = [tp * replicas for replicas in range(1, dp + 1) if dp % replicas == 0]
-    return [1, *(ep for ep in over if ep <= max(most, tp) and deals_experts(spec, ep))]
+    return [1, *(ep for ep in (*parts, *over) if ep <= max(most, tp) and deals_experts(spec, ep))]
 
 
 def values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What an optimizer step takes on its grid: gradients summed over replicas, and the optimizer itself. Pure."""
+"""What an optimizer step takes on a grid: gradients summed over replicas, and the optimizer itself. Pure."""
 
 from typing import Literal
 
@@ -53,7 +53,7 @@ def _side_by_side(layout: Layout, hosts: int) -> int:
 
 def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
     """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
-    the optimizer passes over its state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
+    the optimizer passes over the state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
     dense, experts = _largest(spec, layout, head)
     elements = dense + experts
     layers = max(layers for layers, _ in layers_of_stages(spec, layout))

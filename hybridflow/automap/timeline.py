@@ -1,7 +1,7 @@
-"""Who works when: operations in program order, each on all of its ranks at once, on ranks that may share a host. Pure.
+"""Who works when: operations in program order, each on several ranks at once, which may share a host. Pure.
 
-An operation begins when it is the next of every one of its ranks. On devices of one's own it then takes its seconds. On
-a host whose processors are shared, and asked for more than they have, each operation has its part of them; see `Cost`.
+An operation begins when each of the ranks has it next. On devices of one's own the operation takes `Cost.seconds`. On a
+host whose processors are shared, and asked for more than they have, each operation has a part of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class TimedOperation:
 class Span:
     """What ranks do from `begin` on, in seconds since the iteration's begin.
 
-    waits: of the ranks, the share of the seconds in which each waits for the other stages of its pipeline; () for none.
+    waits: of the ranks, the share of the seconds in which each waits for the other stages of the pipeline; () for none.
     """
 
     phase: str
@@ -45,7 +45,7 @@ def schedule(
     shared: bool,
     crowded: Crowded = lambda busy, role: 1.0,
 ) -> tuple[Span, ...]:
-    """In the order in which they were given. shared: whether ranks of a host share its processors."""
+    """In the order in which they were given. shared: whether ranks of a host share processors."""
     times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
     return tuple(
         Span(each.phase, each.role, each.ranks, begin, end - begin, bound=each.cost.bound, waits=_waits(each))
@@ -121,7 +121,7 @@ def _sharing(operations: Sequence[TimedOperation], ranks_per_host: int, crowded:
 
 
 def _share_out(active: Sequence[_Active], crowded: Crowded) -> None:
-    """Seconds of each at the share of its hosts that it has: what the others leave, or its part of what all ask for."""
+    """Seconds of each at a share of the hosts: what the others leave, or a part of what all ask for."""
     asked: dict[int, float] = {}
     busy: dict[int, float] = {}
     for one in active:

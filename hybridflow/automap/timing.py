@@ -156,7 +156,7 @@ def scoring_order(config: AnyConfig, models: Collection[str]) -> list[str]:
 def _scored(
     model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool
 ) -> Iterator[TimedOperation]:
-    """Each replica its share of the rows."""
+    """Each replica a share of the rows."""
     cost = scoring_cost(model, config, work, device, in_units=in_units)
     phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
@@ -169,7 +169,7 @@ def _of_grid(phase: str, model: PlacedModel, ranks: tuple[int, ...], cost: Cost)
 
 
 def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
-    """Of one replica, its share of an iteration's rows.
+    """Of one replica, with a share of an iteration's rows.
 
     in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
     micro-batches of its own, also of those that are scored later.
@@ -206,7 +206,7 @@ def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[MeanRows, in
 
 
 def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator[TimedOperation]:
-    """Its part of an iteration."""
+    """The part of a save that an iteration has."""
     interval = run.config.checkpoint.save_interval
     if interval:
         cost = save_cost(run, device, work.ranks_per_host).times(1 / interval)
@@ -260,7 +260,9 @@ def reshard_cost(
     what it permutes in place, there and back."""
     plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements, dtype=actor.config.dtype)
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
-    return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
+    return moving_cost(
+        Moved.from_plan(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ class Moved:
     permuted: int
 
     @classmethod
-    def of(cls, plan: ReshardPlan, itemsize: int) -> Self:
+    def from_plan(cls, plan: ReshardPlan, itemsize: int) -> Self:
         received = max(plan.received_elements(rank) for rank in plan.rollout.ranks)
         sent = max(plan.sent_elements(rank) for rank in plan.train.ranks)
         permuted = max(plan.permuted_elements(rank) for rank in plan.rollout.ranks)

@@ -53,7 +53,8 @@ TABLE: tuple[ChangeRule, ...] = (
         "the same mathematics, summed in another order: equal up to rounding",
     ),
     _rule(
-        "TRAINED.recompute TRAINED.offload_optimizer TRAINED.offload_gradients TRAINED.optimizer.zero1",
+        "TRAINED.recompute TRAINED.offload_optimizer TRAINED.offload_gradients TRAINED.optimizer.zero1 "
+        "MODEL.megatron_arguments MODEL.megatron_arguments.*",
         FREE,
         FREE,
         "memory against time",
@@ -67,7 +68,12 @@ TABLE: tuple[ChangeRule, ...] = (
         FREE,
         "when and where a function is called, and when a call is given up",
     ),
-    _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
+    _rule(
+        "rollout.* rollout.engine_arguments.*",
+        FREE,
+        FREE,
+        "how the engine works; its weights come from the actor each time",
+    ),
     _rule("device_profile", FREE, FREE, "the profile for `auto`, which each start resolves"),
     _rule("env_vars env_vars.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other and files"),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),

@@ -274,7 +274,7 @@ def _plan(options: argparse.Namespace) -> int:
     placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
     plan |= forecast(placed)
     if isinstance(placed, PlacedRun):
-        plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed)}
+        plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed, bounded=facts is not None)}
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)

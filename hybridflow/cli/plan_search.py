@@ -191,7 +191,12 @@ def _looked(found: "Found") -> list[str]:
             f"warning: time ran out before {found.unseen} placements were searched to the end. One of them may have a "
             "better layout: give more --minutes"
         )
-    elif not found.closed:
+    if found.untimed:
+        lines.append(
+            f"warning: time ran out before {found.untimed} kept layouts were timed in full. One of them may be faster: "
+            "give more --minutes"
+        )
+    elif not found.unseen and not found.closed:
         lines.append("warning: layouts without a full timing may rank between these")
     return lines
 

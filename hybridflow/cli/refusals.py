@@ -15,10 +15,10 @@ from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
-from hybridflow.errors import DataError, Reasons
+from hybridflow.errors import DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
 from hybridflow.placement.placed import check_output_dir, place_either
-from hybridflow.rewards.specs import pool_specs
+from hybridflow.rewards.specs import check_columns, pool_specs
 from hybridflow.user_code import load_function
 
 NUM_ROWS = 16  # whose columns are looked at
@@ -111,6 +111,10 @@ def _check_columns(row: Row, config: AnyConfig) -> None:
     else:
         environment = config.data.environment
         if config.data.prompt_key in fields or (environment is not None and environment.begins_rows):
+            try:
+                check_columns(config, [name for name in fields if name != config.data.prompt_key], row.where)
+            except RewardError as error:
+                raise RowError(str(error), "no column") from error
             return
         wanted, hint = f"key {config.data.prompt_key!r} (data.prompt_key)", ""
     raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")

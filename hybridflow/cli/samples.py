@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     trained = [sample for sample in samples if not sample.heldout]
     heldout = [sample for sample in samples if sample.heldout]
     console.print(Text(f"{options.run}: iteration {samples[0].iteration}{_count(trained, heldout)}"), soft_wrap=True)
-    for kind, sample in chosen(trained, options.number, options.seed):
+    for kind, sample in choose_samples(trained, options.number, options.seed):
         console.print(_panel(f"{kind} of {len(trained)}", STYLES[kind], sample))
     for sample in heldout[: options.number]:
         console.print(_panel("held-out, greedy", STYLES["held-out"], sample))
@@ -101,7 +101,7 @@ def of_iteration(samples: Sequence[ShownSample], iteration: int | None, run: Pat
     return [sample for sample in samples if sample.iteration == wanted]
 
 
-def chosen(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
+def choose_samples(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
     """At most `number` samples of each kind: best, worst, other. A sample appears once. Without scores all are other.
 
     Of equal scores the first of the file comes first. No more than a quarter, or one, is called best, or worst.

@@ -242,7 +242,7 @@ def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namesp
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
-        for line in (*config.notes, *chosen, *left_out(config), loading):
+        for line in (*config.notes, *chosen, *config.vendor_lines(), *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
 

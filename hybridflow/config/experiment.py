@@ -19,6 +19,7 @@ from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, chec
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.run import RunConfig
 from hybridflow.config.sampling import REPLACED, SamplingConfig
+from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
 
@@ -318,6 +319,10 @@ class ExperimentConfig(RunConfig):
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
         rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models if self.reward else ())}
         return {name: model for name, model in models.items() if model is not None} | rewards
+
+    def vendor_lines(self) -> list[str]:
+        """What the run hands on to megatron-core and vLLM; a line a key."""
+        return [*super().vendor_lines(), *vendor_lines({"rollout.engine_arguments": self.rollout.engine_arguments})]
 
     def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.

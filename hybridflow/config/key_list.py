@@ -43,7 +43,7 @@ def entries(prefix: str = "") -> list[Entry]:
     Errors: ConfigError where there is none.
     """
     wanted = re.sub(r"\.[0-9]+(?=\.|$)", ".0", prefix.strip("."))
-    every = _without_repeats([_entry(keys) for keys in _alike()])
+    every = _without_repeats([_entry(keys) for keys in _same_keys()])
     found = [entry for entry in every if not wanted or f"{entry.path}.".startswith(f"{wanted}.")]
     if not found:
         found = [entry for entry in every if entry.path.startswith(wanted)]
@@ -68,7 +68,7 @@ def _without_repeats(every: list[Entry]) -> list[Entry]:
     return [replace(entry, only="") if repeats(entry) else entry for entry in every]
 
 
-def _alike() -> list[list[Key]]:
+def _same_keys() -> list[list[Key]]:
     """Keys with the same path, type and description together, section after section."""
     groups: dict[str, dict[tuple[str, ...], list[Key]]] = {}
     for tree in OWNERS:
@@ -82,7 +82,7 @@ def _entry(keys: list[Key]) -> Entry:
     first = keys[0]
     if first.path == NAME:
         return Entry(NAME, " | ".join(EVERY_ALGORITHM), first.default, first.description, "")
-    return Entry(first.path, first.kind, _defaults(keys), first.description, _only([key.owner for key in keys]))
+    return Entry(first.path, first.kind, _defaults(keys), first.description, _owners([key.owner for key in keys]))
 
 
 def _defaults(keys: Iterable[Key]) -> str:
@@ -94,7 +94,7 @@ def _defaults(keys: Iterable[Key]) -> str:
     return "; ".join([most, *(f"{default} for {', '.join(owners[default])}" for default in others)])
 
 
-def _only(owners: list[str]) -> str:
+def _owners(owners: list[str]) -> str:
     have = set(owners)
     if have >= set(OWNERS.values()) or have == set(EVERY_ALGORITHM):
         return ""

@@ -40,13 +40,13 @@ def differences(first: str | Path, second: str | Path) -> list[str]:
     """A line for each key that differs; of a section that one alone has, what is no default. Errors: ConfigError."""
     one, other = values(first), values(second)
     return [
-        f"{key}: {_described(one.get(key))} -> {_described(other.get(key))}"
+        f"{key}: {_value_text(one.get(key))} -> {_value_text(other.get(key))}"
         for key in dict.fromkeys([*one, *other])
         if _differs(one.get(key), other.get(key))
     ]
 
 
-def _described(value: tuple[str, bool] | None) -> str:
+def _value_text(value: tuple[str, bool] | None) -> str:
     return ABSENT if value is None else value[0] + (DEFAULT if value[1] else "")
 
 

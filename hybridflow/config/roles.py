@@ -18,6 +18,7 @@ from hybridflow.config.hub import cached_directory
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
+from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
@@ -169,6 +170,8 @@ class RoleConfig(LayoutConfig):
     """The number format of weights and activations."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens of one forward pass on one replica, at most. No less than the longest sequence."""
+    megatron_arguments: MegatronArguments = MegatronArguments()
+    """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
 
 
 class TrainedRoleConfig(RoleConfig):
@@ -224,6 +227,8 @@ class RolloutConfig(Section):
     """Whether responses to one prompt share the KV cache of the prompt."""
     enforce_eager: bool = False
     """Whether the engine runs without CUDA graphs."""
+    engine_arguments: EngineArguments = EngineArguments()
+    """More arguments of vLLM's engine: those that change speed or memory."""
     score_while_waiting: bool | None = None
     """Whether a replica with finished responses scores them while others generate. null: only on CPUs."""
 

@@ -23,6 +23,7 @@ from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.rewards import EvalRewardKey
 from hybridflow.config.roles import RoleConfig
 from hybridflow.config.section import PathText, Section
+from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, PlatformName
 
@@ -254,6 +255,10 @@ class RunConfig(Section):
         reasons = Reasons()
         self.layouts(world_size, reasons)
         reasons.refuse()
+
+    def vendor_lines(self) -> list[str]:
+        """What the run hands on to megatron-core, and to vLLM where there is an engine; a line a key."""
+        return vendor_lines({f"{name}.megatron_arguments": x.megatron_arguments for name, x in self.roles().items()})
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Role -> layout, for roles with a layout: each grid fills the role's ranks."""

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weight_files import MegatronDirectory, open_checkpoint
 from hybridflow.architecture.weights import LM_HEAD, Shape, embedding, model_weights
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
@@ -82,15 +82,16 @@ def survey(files: CheckpointFiles, spec: ModelSpec) -> Survey:
     problems: list[str] = []
     weights, dropped = {}, {}
     for name, shape in wanted.items():
-        with _noted(problems):
+        with _collect_problem(problems):
             if name in files:
                 check_readable(files.file_of(name), name, files.tensors[name], shape)
                 weights[name] = files.tensors[name]
     for name in files.tensors:
-        with _noted(problems):
+        with _collect_problem(problems):
             if name not in wanted:
                 dropped[name] = _why_not_needed(files, spec, weights, name)
-    problems += [f"{files.path}: {key} is no weight of the model" for key in getattr(files, "unknown", ())]
+    unknown = files.unknown if isinstance(files, MegatronDirectory) else ()
+    problems += [f"{files.path}: {key} is no weight of the model" for key in unknown]
     missing = {name: shape for name, shape in wanted.items() if name not in files}
     return Survey(files, spec, weights, dropped, missing, problems=tuple(problems))
 
@@ -105,7 +106,7 @@ def _check_num_layers(files: CheckpointFiles, spec: ModelSpec) -> None:
 
 
 @contextmanager
-def _noted(problems: list[str]) -> Iterator[None]:
+def _collect_problem(problems: list[str]) -> Iterator[None]:
     """Go on after an error: a user mends all of them at once."""
     try:
         yield

@@ -1,6 +1,6 @@
 """Core attention on a CPU: by the kernels in C; where there are none, what torch has there for log-sum-exps.
 
-`models.layer_specs` opens this door.
+`models.layer_classes` opens this door.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """RMSNorm, SwiGLU and a layer's attention on a CPU, where passes over memory take as long as matrix products.
 
-Each function is one pass, by the kernels in C. `models.layer_specs` opens this door where there are such kernels.
+Each function is one pass, by the kernels in C. `models.layer_classes` opens this door where there are such kernels.
 """
 
 from dataclasses import replace

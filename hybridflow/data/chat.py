@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybridflow.data.message_forms import REASONING
-from hybridflow.data.messages import Message, counts
+from hybridflow.data.messages import Message, is_trained_on
 from hybridflow.data.rows import RowError, shown
 from hybridflow.data.templates import ChatTemplate
 
@@ -47,7 +47,7 @@ def render_chats(
     """
     arguments = template.arguments(fields or {}, field)
     marked = MARKED.search(template.source(field, arguments.get("tools"))) is not None
-    said = _trained(messages, field, first)
+    said = _trained_numbers(messages, field, first)
     turns = template.options.turns
     if (turns == "each" or not marked) and said[0] == 0:
         said = said[1:]  # what nobody has asked for is context: a run generates nothing behind an empty prompt
@@ -56,7 +56,7 @@ def render_chats(
                 f"{field}[0] is the assistant's, and no other message of the assistant follows", "no assistant"
             )
     if turns == "each":
-        return _each(messages, template, field, said, arguments)
+        return _by_turn(messages, template, field, said, arguments)
     if marked:
         return [_by_marks(messages, template, field, said, arguments)]
     try:
@@ -64,15 +64,15 @@ def render_chats(
     except RowError as error:
         if turns == "together" or error.reason != UNCLEAR_TURN:
             raise
-        return _each(messages, template, field, said, arguments)
+        return _by_turn(messages, template, field, said, arguments)
 
 
-def _trained(messages: Sequence[Message], field: str, first: int) -> list[int]:
+def _trained_numbers(messages: Sequence[Message], field: str, first: int) -> list[int]:
     """Numbers of the messages that are trained on. Errors: RowError where there is none, or one says nothing."""
     said = [
         i
         for i, message in enumerate(messages)
-        if i >= first and message["role"] == "assistant" and counts(message, f"{field}[{i}]")
+        if i >= first and message["role"] == "assistant" and is_trained_on(message, f"{field}[{i}]")
     ]
     if not said:
         raise RowError(f"{field}: has no message of the assistant to be trained on", "no assistant")
@@ -134,7 +134,7 @@ def _by_prefix(
     return _cut(Rendered(whole, tuple(spans)), template)
 
 
-def _each(
+def _by_turn(
     messages: Sequence[Message],
     template: ChatTemplate,
     field: str,

@@ -48,7 +48,7 @@ def make_copies(path: str, key: str) -> None:
         _make_of_remote(path, key)
         return
     for file in local_files(Path(path), key)[0]:
-        if needs_copy(file) and file.is_file() and _noted(_where(file)) is None:
+        if needs_copy(file) and file.is_file() and _read_note(_where(file)) is None:
             _make(_where(file), key, str(file), partial(_opened_here, file))
 
 
@@ -57,7 +57,7 @@ def copies_of(path: str | Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
     remote = isinstance(path, str)
     if not remote and not Path(path).is_file():
         raise DataError(f"{key} = {path}: no such file")
-    note = _noted(str(path) if remote else _where(Path(path)))
+    note = _read_note(str(path) if remote else _where(Path(path)))
     if note is None:
         what = "lies elsewhere (remote)" if remote else "is compressed"
         raise DataError(
@@ -92,10 +92,10 @@ def _make_of_remote(url: str, key: str) -> None:
     except DataError:
         raise
     except Exception as error:  # the network's, the service's and the package's are of many kinds
-        if not isinstance(error, FileNotFoundError) and _noted(url) is not None:
+        if not isinstance(error, FileNotFoundError) and _read_note(url) is not None:
             return
         raise DataError(f"{key} = {url}: cannot be read: {first_line(error)}") from error
-    before = _noted(url)
+    before = _read_note(url)
     if before is not None and before["from"] == made_from:
         return
 
@@ -143,7 +143,7 @@ def _make(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / f"{_digest(where)}.lock"):
-            before = _noted(where)
+            before = _read_note(where)
             if before is not None and before["from"] == made_from:
                 return
             names = [_copy(opened, key, directory, where) for opened in files()]
@@ -235,8 +235,8 @@ def _note(where: str) -> Path:
     return _directory() / f"{_digest(where)}.json"
 
 
-def _noted(where: str) -> dict[str, Any] | None:
-    """What was made of it, where all copies are still there."""
+def _read_note(where: str) -> dict[str, Any] | None:
+    """What the note says of the copies, where all copies are still there."""
     note = _note(where)
     if not note.is_file():
         return None

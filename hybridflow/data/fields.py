@@ -57,12 +57,12 @@ def _found(row: Row, path: str, key: str) -> Any:
     for i, part in enumerate(path.split(".")):
         if not isinstance(value, dict) or part not in value:
             above = ".".join(path.split(".")[:i])
-            raise RowError(f"{row.where}: has no field {path!r} ({key}); {_there(value, above)}", f"no {path}")
+            raise RowError(f"{row.where}: has no field {path!r} ({key}); {_names_there(value, above)}", f"no {path}")
         value = value[part]
     return value
 
 
-def _there(value: Any, above: str) -> str:
+def _names_there(value: Any, above: str) -> str:
     if not isinstance(value, dict):
         return f"{above} is a {type(value).__name__}"
     return f"{f'the fields of {above}' if above else 'its fields'} are {', '.join(value) or 'none'}"

@@ -108,7 +108,7 @@ def _rows(name: str, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         try:
             entry = entries[i]
         except Exception as error:  # the package's: a config that no row can be made from, among others
-            raise DataError(f"seed = {given['seed']}: row {i} cannot be made: {_said(error)}") from error
+            raise DataError(f"seed = {given['seed']}: row {i} cannot be made: {_error_text(error)}") from error
         yield row_of(entry, task, text)
 
 
@@ -161,8 +161,8 @@ def _entries(name: str, given: Mapping[str, Any]) -> Any:
     try:
         return factory.create_dataset(name, seed=given["seed"], size=given["size"], **given["config"])
     except Exception as error:  # the package's own checks are assertions and more
-        raise DataError(f"config = {given['config']}: {_said(error)}") from error
+        raise DataError(f"config = {given['config']}: {_error_text(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

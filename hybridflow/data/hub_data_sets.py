@@ -19,7 +19,7 @@ from hybridflow.errors import DataError
 
 def files_of_data_set(source: HubSourceConfig, key: str) -> list[Path]:
     """The Arrow files of a source that has been fetched. Errors: DataError where it has not."""
-    noted = _noted(source, key)
+    noted = _read_note(source, key)
     if noted is None:
         raise DataError(f"{key} = {source.title}: is not in the cache of data sets, {_note(source, key).parents[1]}")
     return noted
@@ -41,7 +41,7 @@ def fetch_data_set(source: HubSourceConfig, key: str) -> None:
         commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
         rows = load_dataset(source.hub, source.name, split=source.split, revision=commit, keep_in_memory=False)
     except Exception as error:  # the Hub's, the network's and the disk's are of many kinds
-        if _is_answer(error) or _noted(source, key) is None:
+        if _is_answer(error) or _read_note(source, key) is None:
             at = f" --revision {source.revision}" if source.revision else ""
             raise DataError(
                 f"{where}: cannot be fetched from the HuggingFace Hub: {first_line(error)}; where there is network, "
@@ -78,7 +78,7 @@ def _note(source: HubSourceConfig, key: str) -> Path:
     )
 
 
-def _noted(source: HubSourceConfig, key: str) -> list[Path] | None:
+def _read_note(source: HubSourceConfig, key: str) -> list[Path] | None:
     """The files that have been fetched for this source, if all are still there."""
     note = _note(source, key)
     if not note.is_file():

@@ -89,7 +89,7 @@ def _content(message: Mapping[str, Any], field: str) -> str:
     return "".join(texts)
 
 
-def counts(message: Message, field: str) -> bool:
+def is_trained_on(message: Message, field: str) -> bool:
     """Whether a message is trained on: `weight` says so, and a message without `weight` is."""
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):

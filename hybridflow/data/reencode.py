@@ -64,7 +64,7 @@ class Reencoder:
             tokenizer = self.template.tokenizer
             first = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else None
             return f"{first or ''}{prompts.texts[number]}{response}{tokenizer.eos_token or ''}"
-        where, whole = f"{self.name}: a response", _answered(messages, response)
+        where, whole = f"{self.name}: a response", _with_response(messages, response)
         text = self.template.whole(whole, where, {})
         end = self.template.end_of_turn
         if end is not None and end in text:
@@ -72,8 +72,8 @@ class Reencoder:
         return text
 
 
-def _answered(messages: Sequence[Message], response: str) -> list[Message]:
-    """With the response as the assistant's message, or as the rest of the one that the prompt began."""
+def _with_response(messages: Sequence[Message], response: str) -> list[Message]:
+    """The messages, with the response as the assistant's message, or as the rest of the one that the prompt began."""
     if messages[-1]["role"] == "assistant":
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + response}]
     return [*messages, {"role": "assistant", "content": response}]

@@ -124,7 +124,7 @@ class UsableRows(Generic[Item]):
 
     def items_or_errors_at(self, numbers: Sequence[int]) -> list[Item | RowError]:
         """As `items_at`, with the error in the place of a row that cannot be used."""
-        return self._judged(self._rows_of(numbers))
+        return self._items_or_errors(self._rows_of(numbers))
 
     def draw(self, order: Order, count: int) -> Drawn[Item]:
         """The next `count` that can be used."""
@@ -132,7 +132,7 @@ class UsableRows(Generic[Item]):
         fruitless = 0  # in a row
         while len(drawn.items) < count:
             numbers = order.next(count - len(drawn.items))
-            found = self._judged(self._rows_of(numbers))
+            found = self._items_or_errors(self._rows_of(numbers))
             fruitless = 0 if any(not isinstance(item, RowError) for item in found) else fruitless + len(found)
             for number, item in zip(numbers, found, strict=True):
                 if isinstance(item, RowError):
@@ -163,7 +163,7 @@ class UsableRows(Generic[Item]):
     def _rows_of(self, numbers: Sequence[int]) -> list[Row]:
         return self.files.rows_at(numbers if self._kept is None else self._kept[list(numbers)].tolist())
 
-    def _judged(self, rows: Sequence[Row]) -> list[Item | RowError]:
+    def _items_or_errors(self, rows: Sequence[Row]) -> list[Item | RowError]:
         """What becomes of each row; those that could not even be read are not encoded."""
         encoded = iter(self._encode([row for row in rows if row.problem is None]))
         return [next(encoded) if row.problem is None else row.problem for row in rows]
@@ -178,7 +178,7 @@ class UsableRows(Generic[Item]):
         """The numbers of the rows that can be used, of all."""
         kept = []
         for numbers in _chunks(len(self.files), self.files.num_bytes):
-            judged = self._judged(self.files.rows_at(numbers))
+            judged = self._items_or_errors(self.files.rows_at(numbers))
             for number, item in zip(numbers, judged, strict=True):
                 if isinstance(item, NotStarted):
                     self.not_started.add(item)

@@ -25,6 +25,7 @@ from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
+from hybridflow.rewards.specs import check_columns
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread
@@ -68,6 +69,7 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, ExperimentConfig):
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
         prompts = train_prompts(config.data, tokenizer, vocab_size, ends)
+        check_columns(config, prompts.column_names, "data.train")
         yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(

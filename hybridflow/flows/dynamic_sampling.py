@@ -52,7 +52,7 @@ class Groups:
         """Tokens of each group's prompt."""
         return self.rollout.prompt_lengths[offsets(self.sizes)].tolist()
 
-    def chosen(self, numbers: Sequence[int]) -> Self:
+    def select(self, numbers: Sequence[int]) -> Self:
         """The groups of these numbers, in this order."""
         groups, sizes = torch.tensor(numbers, dtype=torch.int64), self.sizes
         rows = token_index(sizes, groups)
@@ -114,12 +114,12 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
             run.draw()
         made = _generated(run)
         is_equal = nothing_to_learn(made.raw_scores, made.rollout)
-        differ = made.chosen((~is_equal).nonzero().flatten().tolist())
-        equal.append(made.chosen(is_equal.nonzero().flatten().tolist()))
+        differ = made.select((~is_equal).nonzero().flatten().tolist())
+        equal.append(made.select(is_equal.nonzero().flatten().tolist()))
         kept = differ if kept is None else kept.followed_by(differ)
         num_rounds, num_generated = num_rounds + 1, num_generated + len(made)
     assert kept is not None, "there is one round at least"
-    batch, rest = kept.chosen(range(min(wanted, len(kept)))), kept.chosen(range(wanted, len(kept)))
+    batch, rest = kept.select(range(min(wanted, len(kept)))), kept.select(range(wanted, len(kept)))
     filled = _filled(batch, equal, wanted)
     run.state = replace(run.state, surplus=rest.surplus() if c.surplus == "keep" else None)
     run.take(filled.prompts, filled.rollout, filled.parts)
@@ -157,7 +157,7 @@ def _filled(batch: Groups, equal: Sequence[Groups], wanted: int) -> Groups:
     """With groups of equal scores where there are too few others."""
     for groups in equal:
         missing = wanted - len(batch)
-        batch = batch.followed_by(groups.chosen(range(min(missing, len(groups)))))
+        batch = batch.followed_by(groups.select(range(min(missing, len(groups)))))
     return batch
 
 

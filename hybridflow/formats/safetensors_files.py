@@ -258,9 +258,9 @@ def _checked_entry(wrong: str, entry: Any) -> tuple[TensorInfo, int, int]:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{wrong} has dtype {_short(dtype)}; known are {', '.join(DTYPES)}")
-    if not _counts(shape) or len(shape) > 8 or prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+    if not _are_counts(shape) or len(shape) > 8 or prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
         raise CheckpointError(f"{wrong} has the impossible shape {_short(shape)}")
-    if not _counts(offsets) or len(offsets) != 2:
+    if not _are_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{wrong} has the impossible data_offsets {_short(offsets)}")
     num_bytes = prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != num_bytes:
@@ -268,7 +268,7 @@ def _checked_entry(wrong: str, entry: Any) -> tuple[TensorInfo, int, int]:
     return TensorInfo(tuple(shape), DTYPES[dtype]), offsets[0], offsets[1]
 
 
-def _counts(value: Any) -> bool:
+def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value)
 
 

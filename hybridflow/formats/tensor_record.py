@@ -66,7 +66,7 @@ def payload_start(fd: int, file: Path, start: int, length: int, info: TensorInfo
     pickled = _member(members, "/data.pkl")
     if pickled.file_size > MAX_PICKLE_BYTES:
         raise ValueError(f"data.pkl has {pickled.file_size} bytes")
-    described = _described(read_bytes(fd, file, _data_start(fd, file, start, length, pickled), pickled.file_size))
+    described = _tensor_in(read_bytes(fd, file, _data_start(fd, file, start, length, pickled), pickled.file_size))
     if described is None:
         return None
     name, dtype, num_stored, storage_offset, shape, strides = described
@@ -132,7 +132,7 @@ def _data_start(fd: int, file: Path, start: int, length: int, member: zipfile.Zi
     return start + first
 
 
-def _described(data: bytes) -> tuple[str, torch.dtype, int, int, Shape, Shape] | None:
+def _tensor_in(data: bytes) -> tuple[str, torch.dtype, int, int, Shape, Shape] | None:
     """(storage, dtype, elements in the storage, first element, shape, strides); None for what is not one tensor."""
     names = {("torch._utils", "_rebuild_tensor_v2"): lambda *args: ("tensor", *args), **STORAGES}
     try:

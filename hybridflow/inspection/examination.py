@@ -98,12 +98,12 @@ class Examination:
         answers = self._leader.ask(orders, ANSWER_SECONDS)
         self._facts = {rank: answer.get("facts", {}) for rank, answer in answers.items()}
         for host in self._hosts:
-            devices = {rank: DeviceFacts(**self._facts[rank]["device"]) for rank in self._seen(host, "device")}
+            devices = {rank: DeviceFacts(**self._facts[rank]["device"]) for rank in self._ranks_with(host, "device")}
             self._findings += device_findings(devices, host.name) if devices else []
             for rank in host.ranks:
                 self._findings += [Finding(**finding) for finding in answers.get(rank, {}).get("findings", [])]
 
-    def _seen(self, host: Host, fact: str) -> list[int]:
+    def _ranks_with(self, host: Host, fact: str) -> list[int]:
         return [rank for rank in host.ranks if fact in self._facts.get(rank, {})]
 
     def _of_hosts(self, fact: str) -> dict[str, Any]:
@@ -117,12 +117,12 @@ class Examination:
         code = {name: {"hybridflow's code": digest} for name, digest in self._of_hosts("code").items()}
         self._findings += disagreements("packages", code, "bring every host to the same commit")
         self._findings += disagreements("inputs", self._of_hosts("digests"), SAME_FILES)
-        gpus = {host.name: self._gpus(host) for host in self._hosts if self._seen(host, "device")}
+        gpus = {host.name: self._gpus(host) for host in self._hosts if self._ranks_with(host, "device")}
         advice = "a run goes as slow as its slowest device: take hosts that are alike, or the same --nproc-per-node"
         self._findings += disagreements("machine", gpus, advice)
 
     def _gpus(self, host: Host) -> dict[str, str]:
-        devices = [self._facts[rank]["device"] for rank in self._seen(host, "device")]
+        devices = [self._facts[rank]["device"] for rank in self._ranks_with(host, "device")]
         return {
             "device types": ", ".join(sorted({device["name"] for device in devices})),
             "ranks on a host": str(len(host.ranks)),

@@ -183,7 +183,7 @@ def _status_and_reason(exitcode: int) -> tuple[int, str]:
     return 128 - exitcode, f"was killed by {name}"
 
 
-def watched(
+def run_attempt(
     team: Team,
     starts: Mapping[Connection, Message],
     offsets: Mapping[Connection, int],

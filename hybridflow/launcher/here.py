@@ -8,10 +8,10 @@ import socket
 import time
 
 from hybridflow.launcher.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, LaunchOptions, found
-from hybridflow.launcher.attempt import watched
+from hybridflow.launcher.attempt import run_attempt
 from hybridflow.launcher.connection import Ssh, is_local
 from hybridflow.launcher.experiment import experiment_on
-from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, read_hostfile
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, choose_hosts, read_hostfile
 from hybridflow.launcher.node import GPUS, interface_of, output_of
 from hybridflow.launcher.output import say
 from hybridflow.launcher.team import Team
@@ -48,7 +48,7 @@ def run_here(options: LaunchOptions) -> int:
         elif num_nodes > 1:
             interface = own_interface(address)
         starts, offsets = {connection: torchrun.start(host, interface)}, {connection: torchrun.offset(host)}
-        failure, _ = watched(team, starts, offsets, experiment, stays=experiment.goes_on(0) or node_rank > 0)
+        failure, _ = run_attempt(team, starts, offsets, experiment, stays=experiment.goes_on(0) or node_rank > 0)
     return 0 if failure is None else failure.status
 
 
@@ -58,7 +58,7 @@ def this_node(options: LaunchOptions) -> tuple[LaunchHost, int, int]:
     Errors: LaunchError that says what is missing.
     """
     if options.hostfile is not None:
-        hosts = chosen(read_hostfile(options.hostfile), options.include, options.exclude)
+        hosts = choose_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
         own = (
             options.node_rank
             if options.node_rank is not None

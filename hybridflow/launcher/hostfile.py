@@ -125,7 +125,7 @@ def _address(text: str, given: str) -> str:
 # ------------------------------------------------------------------------------------------------ filters
 
 
-def chosen(hosts: Sequence[LaunchHost], include: Sequence[str], exclude: Sequence[str]) -> list[LaunchHost]:
+def choose_hosts(hosts: Sequence[LaunchHost], include: Sequence[str], exclude: Sequence[str]) -> list[LaunchHost]:
     """Those that an --include names, all where there is none, and no --exclude. Errors: LaunchError.
 
     A pattern that fits no host is a slip, and an error.

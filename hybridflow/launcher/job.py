@@ -9,12 +9,12 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from hybridflow.launcher.arguments import DEFAULT_PORT, RESTARTS_WITH_SPARES, ROOT, LaunchOptions
-from hybridflow.launcher.attempt import Failure, watched
+from hybridflow.launcher.attempt import Failure, run_attempt
 from hybridflow.launcher.checks import Facts, differences, missing, too_few_gpus, unlike_gpus
 from hybridflow.launcher.connection import Connection, Message, Ssh, command_of, is_local
 from hybridflow.launcher.experiment import Experiment, experiment_on
 from hybridflow.launcher.here import run_here
-from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, read_hostfile
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, choose_hosts, read_hostfile
 from hybridflow.launcher.output import say
 from hybridflow.launcher.team import Team
 from hybridflow.launcher.torchrun import Torchrun
@@ -28,7 +28,7 @@ def run(options: LaunchOptions) -> int:
     if options.no_ssh:
         return run_here(options)
     assert options.hostfile is not None, "it is an error of the arguments"
-    hosts = chosen(read_hostfile(options.hostfile), options.include, options.exclude)
+    hosts = choose_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
     least, most = options.nnodes or (len(hosts), len(hosts))
     if len(hosts) < least:
         names = ", ".join(host.name for host in hosts)
@@ -117,7 +117,7 @@ class Job:
             say(experiment.placement)
         starts = {each: torchrun.start(each.host, interfaces[each]) for each in connections}
         offsets = {each: torchrun.offset(each.host) for each in connections}
-        return watched(team, starts, offsets, experiment, stays=experiment.goes_on(restart))
+        return run_attempt(team, starts, offsets, experiment, stays=experiment.goes_on(restart))
 
     def _rendezvous(
         self, team: Team, connections: Sequence[Connection]

@@ -5,6 +5,7 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 of the logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -227,14 +228,18 @@ def build_model(
     recompute: str,
     device: torch.device,
     head_seed: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[PackedModel]:
     """This rank's chunks of the model, filled from `spec.path`.
 
-    head_seed: what a score head is drawn from that is not there; None: it starts at zero, as a critic's may.
+    arguments: as `transformer_config` takes them. head_seed: what a score head is drawn from that is not there; None:
+    the head starts at zero, as a critic's may.
 
     Errors: CheckpointError naming the file and tensor that is missing, damaged or of another shape.
     """
-    config = transformer_config(spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    config = transformer_config(
+        spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute, arguments=arguments
+    )
     adapt_megatron()
     model_class = ValueModel if head == "score" else PolicyModel
     chunks: list[PackedModel] = [

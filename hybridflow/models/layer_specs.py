@@ -3,45 +3,30 @@
 megatron's own local layers, or Transformer Engine's, with our norms, activations, attention and experts in them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import nn
 
 from hybridflow.architecture.spec import LayerKind, ModelSpec
-from hybridflow.cpu import attention as cpu_attention
-from hybridflow.cpu import layers as cpu_layers
-from hybridflow.cpu.kernels.library import library
-from hybridflow.models.attention import (
-    AttentionFunctions,
-    GroupedSelfAttention,
-    PackedAttention,
-    by_length_or_merged,
-    flash_or_exact,
-    halves,
-    neighbours,
-    rotation,
-)
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
-from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
+from hybridflow.models.layer_classes import attention_functions, device_arguments, has_transformer_engine, layer_classes
+from hybridflow.models.layers import LayerNorm, ReLU
 from hybridflow.models.opt import PostNormLayer
-from hybridflow.models.shared_prompt import AttentionKernel
-from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
 
@@ -55,10 +40,17 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    spec: ModelSpec, grid: Grid, *, dtype: str, sequence_parallel: bool, recompute: str
+    spec: ModelSpec,
+    grid: Grid,
+    *,
+    dtype: str,
+    sequence_parallel: bool,
+    recompute: str,
+    arguments: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
+    """arguments: of megatron's that a config gives, in place of ours."""
     traits = spec.traits
-    return TransformerConfig(
+    ours: dict[str, Any] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.mlp_size("dense") or spec.ffn_hidden_size,
@@ -86,11 +78,8 @@ def transformer_config(
         pipeline_dtype=DTYPES[dtype],
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
-        use_cpu_initialization=not uses_cuda(),
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
-        gradient_accumulation_fusion=uses_cuda() and _grad_accum_fusion_available,  # apex
-        bias_activation_fusion=_transformer_engine() and traits.gated,
-        use_te_activation_func=not _transformer_engine(),  # what megatron calls an activation that the layer spec names
+        **device_arguments(gated=traits.gated),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -100,6 +89,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
         **RECOMPUTE[recompute],
     )
+    return TransformerConfig(**{**ours, **(arguments or {})})
 
 
 def _expert_config(spec: ModelSpec) -> dict[str, Any]:
@@ -109,51 +99,6 @@ def _expert_config(spec: ModelSpec) -> dict[str, Any]:
         "moe_router_pre_softmax": True,
         "moe_ffn_hidden_size": spec.ffn_hidden_size,
     }
-
-
-def _transformer_engine() -> bool:
-    return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
-
-
-@dataclass(frozen=True)
-class LayerClasses:
-    """What megatron's local layers are made of, beside megatron's own classes."""
-
-    rms_norm: type[RMSNorm] = RMSNorm
-    swiglu: type[SwiGLU] = SwiGLU
-    self_attention: type[GroupedSelfAttention] = GroupedSelfAttention
-    layer_of_rms_norms: type[TransformerLayer] = TransformerLayer
-
-
-class RMSNormInC(RMSNorm):
-    function = cpu_layers.RMSNormFunctionInC
-
-
-class SwiGLUInC(SwiGLU):
-    function = cpu_layers.SwiGLUFunctionInC
-
-
-class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
-    """Heads are turned in the memory of their projection."""
-
-
-IN_C = LayerClasses(RMSNormInC, SwiGLUInC, SelfAttentionInC, cpu_layers.SummingLayer)
-
-
-def layer_classes() -> LayerClasses:
-    """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
-    return LayerClasses() if uses_cuda() or library() is None else IN_C
-
-
-def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
-    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
-    by_torch = rotation(neighbours if interleaved else halves)
-    if uses_cuda():
-        return AttentionFunctions(flash_or_exact(dtype), by_torch)
-    if library() is None:
-        kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
-        return AttentionFunctions(by_length_or_merged(kernel), by_torch)
-    return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
 
 
 def block_spec(
@@ -171,7 +116,7 @@ def _layer_spec(
     spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], dtype: torch.dtype, place: Place
 ) -> ModuleSpec:
     traits, classes = spec.traits, layer_classes()
-    if _transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
+    if has_transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
         )

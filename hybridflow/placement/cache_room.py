@@ -38,13 +38,13 @@ def bytes_left(run: PlacedRun, room: int) -> int:
         for rank in memory.one_of_each():
             rows = rows_of(rank)
             own = rows["engine"].kv_cache if "engine" in rows else 0
-            if own:  # a stage with fewer layers has its part
+            if own:  # a stage with fewer layers has a part
                 found.append((room - together(list(rows.values())).total + own) * whole // own)
     return min(found)
 
 
 def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCacheSize:
-    """On GPUs: of the rank that has least. memory: of its device; free: now; beside: what the engine takes in a step.
+    """On GPUs: of the rank that has least. memory: of the device; free: now; beside: what the engine takes in a step.
 
     Errors: ConfigError where a default cache would hold no sequence.
     """
@@ -54,7 +54,7 @@ def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCach
 
 
 def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, Any]:
-    """Of an engine rank of the largest stage; sequences of a replica that its blocks hold at a time."""
+    """Of an engine rank of the largest stage; sequences of a replica that the blocks hold at a time."""
     size = size or run.kv_cache
     sampling, prompt = run.config.sampling, run.config.data.max_prompt_length
     longest, expected = run.config.max_sequence_length, prompt + sampling.mean_response_length
@@ -69,11 +69,14 @@ def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, A
     }
 
 
-def cache_words(run: PlacedRun, size: KVCacheSize | None = None) -> str:
-    """A line for people."""
+def cache_words(run: PlacedRun, size: KVCacheSize | None = None, *, bounded: bool = True) -> str:
+    """A line for people. bounded: whether a default goes by the memory there is."""
     found = cache_report(run, size)
     whose = "given" if found["is_given"] else "default"
-    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if found["reserve_bytes"] else ""
+    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if bounded and found["reserve_bytes"] else ""
     longest = f"{found['longest_sequences']:,} sequences of the longest {found['longest_tokens']:,} tokens"
     expected = f"{found['expected_sequences']:,} of the expected {found['expected_tokens']:,}"
-    return f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"
+    words = f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"
+    if bounded or found["is_given"]:
+        return words
+    return f"{words}. This is what the batch needs, as no device memory is known: a run takes at most what is free"

@@ -1,4 +1,4 @@
-"""Which flows leave the old log-probs of the first mini-batch to its own update. Pure; see `flows.first_step`.
+"""Which flows leave the old log-probs of the first mini-batch to the update. Pure; see `flows.first_step`.
 
 Those that read old log-probs in ratios alone: not where the KL is taken off rewards, which come before the updates, nor
 in distillation, whose advantages are made of them, nor in a user's flow, which may read them where it likes.
@@ -9,7 +9,7 @@ from hybridflow.config.algorithms import PPO, Algorithm, Custom, Distill
 
 
 def first_step_tells(algorithm: Algorithm, iteration: int) -> bool:
-    """Whether the first mini-batch of this iteration, from 1, has its old log-probs from its update."""
+    """Whether the first mini-batch of this iteration, from 1, has old log-probs from the update."""
     if isinstance(algorithm, Custom | Distill) or algorithm.policy.old_log_probs == "engine":
         return False
     if isinstance(algorithm, PPO) and iteration <= algorithm.critic_warmup_iterations:  # the actor takes no step
@@ -18,7 +18,7 @@ def first_step_tells(algorithm: Algorithm, iteration: int) -> bool:
 
 
 def rows_told(config: ExperimentConfig) -> int:
-    """Rows of an iteration after any warm-up whose old log-probs come with its first step."""
+    """Rows of an iteration after any warm-up whose old log-probs come with the first step."""
     algorithm = config.algorithm
     warmup = algorithm.critic_warmup_iterations if isinstance(algorithm, PPO) else 0
     if not first_step_tells(algorithm, warmup + 1):

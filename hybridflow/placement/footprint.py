@@ -84,7 +84,7 @@ def expert_elements(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
 class _Parts(NamedTuple):
     """Elements of a tensor-parallel rank."""
 
-    first: int  # on the first stage beside its layers
+    first: int  # on the first stage beside the layers
     layers: dict[LayerKind, int]  # each layer of the kind
     last: int
     copied: int  # of what the last of several stages holds again
@@ -103,7 +103,7 @@ def _parts(spec: ModelSpec, head: Head, cut: Cut) -> _Parts:
 
 
 def model_elements(spec: ModelSpec, head: Head) -> int:
-    """Of the whole model, the rows that pad its vocabulary included: the M of papers in elements."""
+    """Of the whole model, the rows that pad the vocabulary included: the M of papers in elements."""
     return stage_elements(spec, head, Layout(1, 1, 1, (0,)))[0]
 
 
@@ -141,10 +141,10 @@ def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: T
 def layer_bytes(
     spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: str, itemsize: int
 ) -> float:
-    """Bytes a token that a layer keeps for its backward pass.
+    """Bytes a token that a layer keeps for the backward pass.
 
     Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 (none), 2 (tensor parallel) and 4 (with sequence parallel),
-    without dropout and its masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
+    without dropout and masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
     GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
 
         none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
@@ -156,7 +156,7 @@ def layer_bytes(
                    input, and the fourth f the product with the token's share; 3 f more of a shared expert. This is
                    what a rank has where tokens are spread evenly over the experts
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
-        full       b h / sp: the layer runs again from its input
+        full       b h / sp: the layer runs again from the input
     """
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
@@ -171,7 +171,7 @@ def layer_bytes(
 
 
 def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:
-    """Bytes a token that a layer makes and keeps while it runs: outputs of its experts, by expert and by token."""
+    """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token."""
     return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind == "experts" else 0
 
 
@@ -240,7 +240,7 @@ def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: i
     Where the embeddings have another size, the rows projected to it are there beside them. Of many rows not all logits
     exist at once (`models.output_layer`); their gradient is written over them, by chunks of rows with float32 copies.
     backward: beside them the gradient of the rows and, in place of the copies if it is larger, that of the weight.
-    A value head takes its rows in float32, which is a copy where the model is in 16 bits.
+    A value head takes rows in float32, which is a copy where the model is in 16 bits.
     """
     hidden = spec.hidden_size + (spec.projected_size or 0)
     if head == "lm":

@@ -60,7 +60,7 @@ def forecast(run: PlacedRun | PlacedFixed) -> Report:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a role holds on a rank of each of its pipeline stages."""
+    """What a role holds on a rank of each pipeline stage."""
 
     model: PlacedModel
     max_length: int  # tokens of the longest sequence
@@ -182,7 +182,7 @@ class RunMemory:
     def _generation(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
         if rank in self.rollout:
-            own, released = self.holdings.of(rank)
+            own, released = self.holdings.own_and_released(rank)
             if "actor" in rows:
                 held = rows["actor"]
                 rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)
@@ -208,7 +208,7 @@ def storage_elements(config: ExperimentConfig) -> int:
 
 
 def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: int) -> int:
-    """What an engine rank takes beside its weights and the KV cache while it generates."""
+    """What an engine rank takes beside weights and the KV cache while it generates."""
     activations = engine_activation_bytes(
         actor,
         cut=cut,

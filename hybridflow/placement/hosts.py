@@ -19,7 +19,7 @@ from hybridflow.placement.placed import PlacedFixed, PlacedModels, PlacedRun, pl
 
 @dataclass(frozen=True)
 class HostRanks:
-    """A host of a run, and its ranks."""
+    """A host of a run, with the host's ranks."""
 
     name: str
     ranks: range
@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> list[HostRanks]:
 def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
     """Errors: ConfigError unless each tensor-parallel group lies on one host, or the config says that it need not.
 
-    Its ranks exchange activations several times a layer: over a network between hosts that takes most of the time.
+    Such ranks exchange activations several times a layer: over a network between hosts that takes most of the time.
     """
     if placed.config.tensor_parallel_across_hosts:
         return
@@ -109,7 +109,7 @@ def for_launch(placed: PlacedModels, hosts: Sequence[HostRanks], unfit: Mapping[
 
 
 def placement_lines(placed: PlacedModels, hosts: Sequence[HostRanks]) -> str:
-    """A line a host and a column a model: its coordinates there."""
+    """A line a host and a column a model: coordinates there."""
     layouts: dict[str, Layout | RolloutLayout] = {name: model.layout for name, model in placed.models.items()}
     if isinstance(placed, PlacedRun):
         layouts["engine"] = placed.rollout

@@ -12,13 +12,13 @@ from hybridflow.placement.footprint import ITEM_BYTES
 GIB = 1 << 30
 SOME_SEQUENCES = 8  # at a time, of a replica that is of use
 # of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
-# whose default is 128 there; on CUDA its default
+# whose default is 128 there; on CUDA the default
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
 
 @dataclass(frozen=True)
 class KVCacheSize:
-    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes.
+    """Bytes of the KV cache on a rank of the engine stage with most layers: the whole, and what one sequence takes.
 
     block_bytes: of one block there, own_blocks: that vLLM keeps to itself.
     """

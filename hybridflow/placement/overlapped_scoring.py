@@ -1,8 +1,8 @@
 """Which models score finished responses while other engine replicas still generate. Pure.
 
-A model can where ranks of one engine replica, which finish at the same moment, hold all of it: its collectives need
+A model can where ranks of one engine replica, which finish at the same moment, hold all of it: collectives need
 them all. Only what the flow is known to ask for of the very rollout is computed. It takes no more memory than training:
-a rank that waits has given its KV cache and the engine's weights back, so that `forecast` needs no row for it.
+a rank that waits has given the KV cache and the engine's weights back, so that `forecast` needs no row for it.
 """
 
 from hybridflow.config import ExperimentConfig

@@ -29,13 +29,13 @@ HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A role's model on its grid."""
+    """A role's model on a grid."""
 
     name: str  # the config key: "actor", "reward.models.0"
     config: RoleConfig
     spec: ModelSpec
     layout: Layout
-    head: Head  # the one that the role runs it with, whichever its directory has
+    head: Head  # the one that the role runs it with, whichever the directory has
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PlacedFixed(PlacedModels):
 
 @dataclass(frozen=True)
 class PlacedRun(PlacedModels):
-    """All models of a config, and its engine. Made by `place`."""
+    """All models of a config, and the engine. Made by `place`."""
 
     config: ExperimentConfig
     rollout: RolloutLayout
@@ -207,7 +207,7 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
 
 
 def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
-    """A reference that becomes the actor is of its architecture."""
+    """A reference that becomes the actor has the actor's architecture."""
     if replace(reference, path=actor.path) != actor or reference.rope != actor.rope:
         raise ConfigError(
             f"algorithm.kl.reset_reference_interval: reference.model = {reference.path} must have the sizes of "
@@ -216,7 +216,7 @@ def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
 
 
 def _check_head(name: str, spec: ModelSpec) -> None:
-    """What is trained to score may start from either; what is only read needs its head, and so does the actor."""
+    """What is trained to score may start from either; what is only read needs a head, and so does the actor."""
     head = head_of(name)
     if name not in ("critic", "reward_model") and spec.head != head:
         trained = " with a trained score.weight" if head == "score" else ""
@@ -232,7 +232,7 @@ def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
         config.layout_on(tuple(range(num_ranks))).stages(spec.num_layers)
     except ValueError as error:
         keys = {
-            "pipeline_parallel_size": None,  # always told
+            "pipeline_parallel_size": None,  # always given
             "virtual_pipeline_parallel_size": 1,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,
@@ -308,7 +308,7 @@ def check_output_dir(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _made(directory: Path) -> Iterator[None]:
-    """`directory` is there within the block; after it those parts of its path that were missing are gone again."""
+    """`directory` is there within the block; after it those parts of the path that were missing are gone again."""
     made: list[Path] = []
     try:
         for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):

@@ -1,6 +1,6 @@
 """Ways and memory of every rank's reshard, forecast from a plan. Pure: `reshard.execute` replayed on sizes.
 
-The training storages are cut as megatron fills its buckets, without its padding: an estimate of what is released when.
+The training storages are cut as megatron fills buckets, without padding: an estimate of what is released when.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ class _Local(NamedTuple):
     receive_buffers: Counter[int]  # bucket -> elements
 
 
-# of a rank: all that its _Local depends on; dp: among the replicas that share a copy of the experts
+# of a rank: all that a _Local depends on; dp: among the replicas that share a copy of the experts
 _Kind = tuple[bool, TrainingCoordinates, tuple[int, ...] | None]
 
 
@@ -84,7 +84,7 @@ class ReshardForecast:
         return found
 
     def _key(self, rank: int) -> _Kind:
-        """All that `_Local` depends on: where it receives from first, its place in its engine."""
+        """All that `_Local` depends on: where it receives from first, the place in the engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
         engine = rollout.coordinates(rank)[1:] if rank in rollout else None
         return (
@@ -120,7 +120,7 @@ class ReshardForecast:
 
     @cached_property
     def _send_buffers(self) -> Mapping[int, Mapping[int, dict[Content, int]]]:
-        """rank -> bucket -> what it must pack to send -> its elements; what several peers get is packed once."""
+        """rank -> bucket -> what it must pack to send -> elements; what several peers get is packed once."""
         found: dict[int, dict[int, dict[Content, int]]] = defaultdict(lambda: defaultdict(dict))
         packed: dict[tuple[_Kind, int, TrainingCoordinates], list[tuple[Content, int]]] = {}
         train = self._plan.train
@@ -171,7 +171,7 @@ def _elements(parcel: Parcel) -> int:
 
 
 def _cut(held: tuple[tuple[str, int], ...], bucket_elements: int) -> list[list[tuple[str, int]]]:
-    """The training storages: as megatron fills its buckets, from the last weight to the first."""
+    """The training storages: as megatron fills buckets, from the last weight to the first."""
     storages: list[list[tuple[str, int]]] = []
     filled = bucket_elements
     for name, size in held:
@@ -198,7 +198,7 @@ class EngineHoldings:
         self._storages_of: dict[int, list[list[tuple[str, int]]]] = {}  # by pipeline stage of training
         self._known: dict[_Kind, tuple[int, int]] = {}
 
-    def of(self, rank: int) -> tuple[int, int]:
+    def own_and_released(self, rank: int) -> tuple[int, int]:
         """(own, released) bytes of a rank that generates."""
         key = self.standing(rank)
         if key not in self._known:
@@ -206,7 +206,7 @@ class EngineHoldings:
         return self._known[key]
 
     def standing(self, rank: int) -> _Kind:
-        """All that `of` depends on."""
+        """All that `own_and_released` depends on."""
         origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
         return (
             rank in self._plan.train,
@@ -252,7 +252,7 @@ def reshard_memory(
     """Replay `reshard.execute` on sizes.
 
     storages: the (weight, bytes) of each training storage. own: of each bucket the weights in the engine's own memory
-    and its bytes. released: which storages. staged: bytes of send and receive buffers of each bucket.
+    and bytes. released: which storages. staged: bytes of send and receive buffers of each bucket.
     scratch: of a permutation in place.
     """
     sizes = {i: sum(size for _, size in storages[i]) for i in released}
@@ -278,7 +278,7 @@ def reshard_memory(
 def _restore_peak(
     live: int, own: Sequence[tuple[Sequence[str], int]], names: dict[int, set[str]], sizes: dict[int, int]
 ) -> int:
-    """On the way back storages are filled last to first; a bucket goes when none of its weights is needed any more."""
+    """On the way back storages are filled last to first; a bucket goes when no weight in it is needed any more."""
     needed = Counter(name for group in names.values() for name in group)
     waiting = [(set(mine), size) for mine, size in own]
     peak = live

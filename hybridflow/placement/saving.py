@@ -25,7 +25,7 @@ from hybridflow.placement.placed import PlacedModel
 STEPS_BYTES = 8  # the number of optimizer steps
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.16.1 with ZeRO-1
 
-# The order in which a layer of megatron registers its modules, and so fills its buckets; Transformer Engine's layers
+# The order in which a layer of megatron registers modules, and so fills buckets; Transformer Engine's layers
 # have their norms within the linear modules, which moves the border of a share by as much.
 REGISTERED = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
@@ -35,7 +35,7 @@ REGISTERED = (
 
 
 def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, int]:
-    """By rank of the model's grid. bucket_bytes: of the buckets that its weights lie in; None: there is one."""
+    """By rank of the model's grid. bucket_bytes: of the buckets that the weights lie in; None: there is one."""
     layout, found = model.layout, {}
     stages = [_Stage(model, stage, bucket_bytes) for stage in range(layout.pp)]
     alike: dict[tuple[int, int, int, bool], int] = {}  # of the other tensor-parallel ranks none writes what all hold
@@ -53,7 +53,7 @@ def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, 
 def most_kept(config: CheckpointConfig, num_iterations: int) -> int:
     """Checkpoints that lie on the disk at a time, at most: those that are kept, and the one that is being written.
 
-    Where none is saved but when a run is told to stop, it is that one.
+    Where none is saved but when a run has to stop, it is that one.
     """
     interval, every = config.save_interval, config.keep_every
     if not interval:
@@ -185,7 +185,7 @@ def _registered_at(weight: Weight) -> int:
 def zero1_shares(
     sizes: Sequence[int], *, alone: Collection[int], bucket_elements: int | None, dp: int
 ) -> list[list[int]]:
-    """How many elements of each parameter every replica's optimizer steps, as megatron-core 0.16.1 cuts its buffer.
+    """How many elements of each parameter every replica's optimizer steps, as megatron-core 0.16.1 cuts the buffer.
 
     From the last parameter to the first they fill buckets, which end where they have `bucket_elements` or more, and
     before and after a parameter of `alone`. Parameters and buckets are padded; of each bucket replica i has the i-th of

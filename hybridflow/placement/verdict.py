@@ -1,9 +1,9 @@
-"""Whether a placed run fits the memory of its devices, and which changes of its keys make it fit. Pure.
+"""Whether a placed run fits the memory of the devices, and which changes of keys make it fit. Pure.
 
     found = verdict(place_either(config, 8), 76 << 30)
     found.fits, found.fullest, found.help      help: changes that suffice, each by itself or all of `together`
 
-A change is tried: the config that has it is placed again, and its table of memory is asked.
+A change is tried: the config that has it is placed again, and the table of memory is asked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ Run = PlacedRun | PlacedFixed
 class Verdict:
     """room: bytes that the table of memory may fill. alone: each suffices. together: suffice together, else empty.
 
-    ranks: the number on which the run fits with `together`, where it does not on its own.
+    ranks: the number on which the run fits with `together`, where that alone is not enough.
     """
 
     fullest: Fullest

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from hybridflow.rewards.pool import PoolLimits
 from hybridflow.rewards.probe import Described, described
 
 SHIPPED = re.compile(r"hybridflow\.rewards[.:]")  # modules whose functions a row of a hostile response must not end
+# what the shipped functions read of a row: by the argument that names the column, or always
+NAMES_COLUMN = {"exact_match": "answer", "math_equal": "answer", "numeric_match": "answer", "passes_tests": "tests"}
+COLUMNS = {"reasoning_gym": ("task", "entry")}
 WRONG = 0.0  # what they score a response that is wrong
 MOST_WORKERS = 8  # of a rank, unless the config says how many
 GIB = 1 << 30
@@ -30,6 +33,25 @@ def pool_specs(config: ExperimentConfig) -> tuple[FunctionSpec, ...]:
     specs = _specs([*scoring.functions, *last], scoring)
     own = len(scoring.functions)
     return (*specs[:own], *map(_remote_spec, scoring.remote), *specs[own:])
+
+
+def check_columns(config: ExperimentConfig, columns: Collection[str], where: str) -> None:
+    """Errors: RewardError where a row lacks a column that a shipped function reads. where: the row stands."""
+    scoring, right = config.reward or ScoringConfig(), config.metrics.eval_reward
+    named = [(f"reward.functions.{i}", function) for i, function in enumerate(scoring.functions)]
+    named += [] if right is None else [("metrics.eval_reward", _of_evaluation(right, scoring.functions))]
+    for key, function in named:
+        module, _, name = function.function.rpartition(":")
+        if not SHIPPED.match(function.function):
+            continue
+        own = NAMES_COLUMN.get(name)
+        for column in COLUMNS.get(name, ()) if own is None else (str(function.arguments.get(own, own)),):
+            if column not in columns:
+                hint = f"; arguments: {{{own}: COLUMN}} names another" if own is not None else ""
+                raise RewardError(
+                    f"{where}: has no column {column!r}, which {key} = {module}:{name} reads; its columns are "
+                    f"{', '.join(columns) or 'none'}{hint}"
+                )
 
 
 def pool_limits(config: ScoringConfig, num_ranks: int) -> PoolLimits:

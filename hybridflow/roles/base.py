@@ -82,6 +82,7 @@ class Role:
                 recompute=recompute,
                 device=world.platform.device,
                 head_seed=head_seed,
+                arguments=config.megatron_arguments.given(),
             )
         self.chunks: pipeline.Chunks = self._models
         self.ahead: PrecomputedScores | None = None

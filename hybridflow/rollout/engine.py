@@ -91,8 +91,7 @@ class RolloutEngine:
         device = engine_device()
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
         hooked = routing is not None and not second  # a graph would not call the hooks
-        self._platform = platform
-        self._needs_text = bool(sampling.stop or sampling.bad_words)
+        self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
         place = layout.coordinates(platform.rank)
         with preserved_random_state():
@@ -118,6 +117,7 @@ class RolloutEngine:
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
+                **config.engine_arguments.given(),
             )
         self._engine = self._llm.llm_engine
         self.kv_cache = device.kv_cache(self._llm)

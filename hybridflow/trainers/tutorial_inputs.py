@@ -2,7 +2,7 @@
 
 asked = TrainerArguments(actor_model="models/policy", reward_model=my_rewards.score, algo="grpo", ...)
 config = asked.experiment(num_iterations=1000, run_dir=Path("runs/mine"))
-with written(asked.in_memory(config), tokenizer, config):    # models in memory are directories within the block
+with models_on_disk(asked.in_memory(config), tokenizer, config):    # models in memory are directories within the block
     ...
 """
 

@@ -2,7 +2,7 @@
 
 check_model("actor_model", model)            # a directory or an object of a family that we know
 function_name(my_rewards.score)              # "my_rewards:score"
-with written({"runs/.mine.models/actor": model}, tokenizer, config):
+with models_on_disk({"runs/.mine.models/actor": model}, tokenizer, config):
     ...                                      # it is that directory, on all ranks
 """
 
@@ -88,7 +88,7 @@ def differ(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool
 
 
 @contextlib.contextmanager
-def written(
+def models_on_disk(
     models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase | None, config: ExperimentConfig
 ) -> Iterator[None]:
     """Within the block each model is in a directory that all ranks see; the actor's directory has the tokenizer, too.

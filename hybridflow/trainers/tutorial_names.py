@@ -32,7 +32,7 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.recorder import RunSummary
 from hybridflow.trainers.online import OnlineTrainer
 from hybridflow.trainers.tutorial_inputs import TrainerArguments
-from hybridflow.trainers.tutorial_models import Model, Reward, Tokenizer, check_model, written
+from hybridflow.trainers.tutorial_models import Model, Reward, Tokenizer, check_model, models_on_disk
 from hybridflow.user_code import search_beside
 
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "no": "float32", "fp32": "float32", "float32": "float32"}
@@ -206,7 +206,7 @@ class RLTrainer(OnlineTrainer):
             raise ConfigError(f"num_steps = {num}: a run has at least one iteration")
         config = self._experiment(asked, num, run_dir)
         self._was_fitted = True
-        with written(asked.in_memory(config), asked.tokenizer_to_write(), config):
+        with models_on_disk(asked.in_memory(config), asked.tokenizer_to_write(), config):
             super().__init__(config)
             return super().fit(num)
 

@@ -101,7 +101,7 @@ def test_weights_are_read_by_their_huggingface_names(root: Path, name: str, kind
     """stacked and single: what megatron saved at tp 2, pp 2, with optimizer state beside it."""
     spec = read_spec(root / name / "policy")
     source, files = source_tensors(spec), MegatronDirectory(root / name / kind, spec)
-    assert files.missing == ()
+    assert files.unknown == files.missing == ()
     assert files.tensors == {key: TensorInfo(tuple(x.shape), x.dtype) for key, x in source.items()}
     for key, tensor in source.items():
         assert torch.equal(files.read(key, tuple(tensor.shape)), tensor), key
@@ -258,12 +258,13 @@ def written_weights(small: Path, target: Path, change: Callable[[dict[str, Tenso
     return MegatronDirectory(target, spec)
 
 
-def test_missing_weights_are_listed(small: Path, tmp_path: Path) -> None:
+def test_missing_and_unknown_weights_are_listed(small: Path, tmp_path: Path) -> None:
     def change(whole: dict[str, Tensor]) -> None:
         whole["decoder.layers.mlp.linear_fc3.weight"] = whole.pop("decoder.layers.mlp.linear_fc2.weight")
         whole["optimizer.state.exp_avg.output_layer.weight"] = torch.zeros(3, 4)
 
     files = written_weights(small, tmp_path, change)
+    assert files.unknown == ("decoder.layers.mlp.linear_fc3.weight",)
     assert files.missing == tuple(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2))
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.down_proj\.weight in \.metadata"):
         files.read("model.layers.0.mlp.down_proj.weight", (64, 96))
@@ -277,7 +278,7 @@ def test_norms_are_found_by_either_name_and_a_vocabulary_may_be_padded(small: Pa
             whole[key] = torch.cat([whole[key], torch.full((28, 64), float("nan"))])
 
     files = written_weights(small, tmp_path, change)
-    assert files.missing == ()
+    assert files.unknown == files.missing == ()
     for key, tensor in source_tensors(read_spec(small)).items():
         assert torch.equal(files.read(key, tuple(tensor.shape)), tensor), key
 

@@ -23,7 +23,7 @@ def least(given: list[tuple[np.ndarray, np.ndarray]], room: int) -> float:
 
 
 def test_a_frontier_by_hand() -> None:
-    found = Frontier.of(np.array([4, 2, 6, 2, 5]), np.array([2.0, 5.0, 1.0, 4.0, 2.0]))
+    found = Frontier.from_points(np.array([4, 2, 6, 2, 5]), np.array([2.0, 5.0, 1.0, 4.0, 2.0]))
     assert (found.bytes.tolist(), found.seconds.tolist()) == ([2, 4, 6], [4.0, 2.0, 1.0])
     assert found.within(np.array([1, 2, 3, 4, 9])).tolist() == [float("inf"), 4.0, 4.0, 2.0, 1.0]
     assert Frontier.nothing().within(np.array([-1, 0])).tolist() == [float("inf"), 0.0]
@@ -42,7 +42,7 @@ def test_sums_are_the_least_of_all_choices(seed: int) -> None:
 def test_with_many_points_it_is_never_above() -> None:
     held = np.arange(3 * MOST_POINTS)
     seconds = 1.0 / (1 + held)
-    exact, coarse = lambda room: 1.0 / (1 + room), Frontier.of(held, seconds)
+    exact, coarse = lambda room: 1.0 / (1 + room), Frontier.from_points(held, seconds)
     assert len(coarse.bytes) == MOST_POINTS
     rooms = held[::7]
     assert (coarse.within(rooms) <= exact(rooms)).all() and (coarse.within(rooms) >= exact(rooms + 3)).all()

@@ -1,6 +1,5 @@
 """Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; rows in micro-batches."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hybridflow.automap.step_time import reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.footprint import stage_elements
-from tests.automap.round_profile import device, overheads, small_spec
+from tests.automap.round_profile import FIELDS, device, overheads, small_spec
 
 SHARED = {"products": 2.0, "memory": 2.0, "overhead": 2.0}
 MB = Pass(tokens=10, outputs=4, pairs=50)
@@ -91,19 +90,10 @@ def test_log_probs_read_the_wanted_rows_alone() -> None:
     assert model().output(MB, backward=True).seconds == pytest.approx(2 * product + logits / 5e3)
 
 
-def test_experts_are_so_many_products_of_a_token() -> None:
-    spec = small_spec(num_experts=4, experts_per_token=2)
-    own = Model(spec, 1, "float32", "lm", sequence_parallel=False, device=device())
-    assert [matrix[:2] for matrix in own.matrices] == [(8, 24), (8, 8), (8, 4), (8, 32), (16, 8), (8, 32), (16, 8)]
-    assert {share for *_, share in own.matrices} == {1}
-
-
-def test_whole_experts_are_wider_and_fewer_a_rank() -> None:
-    spec = small_spec(num_experts=4, experts_per_token=2)
-    cut = Model(spec, 2, "float32", "lm", sequence_parallel=False, device=device())
-    whole = replace(cut, expert_tp=1)
-    assert cut.matrices[3:] == [(8, 16, 1), (8, 8, 1)] * 2
-    assert whole.matrices[3:] == [(8, 32, 0.5), (16, 8, 0.5)] * 2
+def test_the_products_of_all_tokens_are_those_of_attention_router_and_shared_expert() -> None:
+    spec = small_spec(num_experts=4, experts_per_token=2, shared_ffn_hidden_size=16)
+    own = Model(spec, 2, "float32", "lm", sequence_parallel=False, device=device())
+    assert own.matrices == [(8, 12), (4, 8), (8, 4), (8, 16), (8, 8)]
 
 
 # ------------------------------------------------------------------------------------------------ a grid
@@ -211,6 +201,18 @@ def test_a_step_passes_over_its_share_of_the_state_and_gathers_the_weights() -> 
     assert found.seconds == pytest.approx(moved + gathered + 1.5)
     whole = step_cost(small_spec(), layout(dp=2), trained(optimizer={"lr": 0.1, "zero1": False}), own, head="lm")
     assert whole.seconds == pytest.approx((4 + 4 + 28) * PARAMETERS / 1e3 + 1.5)
+
+
+@pytest.mark.parametrize(("tied", "elements"), [(False, PARAMETERS), (True, PARAMETERS - 64 * 8 + 60 * 8)])
+def test_gradients_of_each_micro_batch_are_added_up(tied: bool, elements: int) -> None:
+    """Four bytes read, and the sum's four read and written; a tied embedding has two gradients."""
+    fields = {"sources": FIELDS["sources"] | {"gradient_bandwidth": "made up"}, "gradient_bandwidth": 1e3}
+    rows, config = MeanRows(4, prompt=6, response=5), trained(micro_batch_tokens=20)
+    seconds = [
+        gradient_cost(small_spec(tied=tied), layout(), config, rows, device(**changes), head="lm").seconds
+        for changes in ({}, fields)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * 12 * elements / 1e3)
 
 
 def test_the_sum_of_gradients_hides_behind_the_last_backward_pass_of_a_device() -> None:

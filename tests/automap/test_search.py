@@ -4,21 +4,24 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+import hybridflow.automap.search as searching
+from hybridflow.automap import branch_search
 from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Counts
 from hybridflow.automap.device import load_profile
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.explained import differences, phase_changes
 from hybridflow.automap.options import everything
-from hybridflow.automap.search import Found, SearchRequest, _Search, least_that_fits, search
+from hybridflow.automap.search import Found, SearchedPlan, SearchRequest, _Search, least_that_fits, plan_of, search
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
-from hybridflow.cli.plan_search import ranks_per_host
+from hybridflow.cli.plan_search import _looked, ranks_per_host
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
@@ -182,7 +185,9 @@ def test_shards_of_the_engine_without_what_travels(sizes: tuple[int, int, int], 
         plan = plan_reshard(spec, train, rollout_layout(train, *engine), bucket_elements=1000)
         known = EngineHoldings(plan, spec, itemsize=4, bucket_elements=bucket)
         full = ReshardForecast(plan, spec, itemsize=4, bucket_elements=bucket).memory
-        assert [known.of(rank) for rank in train.ranks] == [(full[r].own, full[r].released) for r in train.ranks]
+        assert [known.own_and_released(rank) for rank in train.ranks] == [
+            (full[r].own, full[r].released) for r in train.ranks
+        ]
 
 
 def test_memory_leaves_nothing_that_is_larger() -> None:
@@ -227,6 +232,25 @@ def test_without_time_it_tells_what_it_has_not_looked_at() -> None:
     found = search(request("config.yaml", 4, seconds=0.0))
     assert found.unseen == found.placements > 100
     assert not found.closed
+
+
+def test_layouts_are_timed_until_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 s, of which each full timing takes 10: the third is the last of twelve that are kept."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def timed(*arguments: Any) -> SearchedPlan:
+        clock.now += 10
+        return plan_of(*arguments)
+
+    for module in (searching, branch_search):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(searching, "plan_of", timed)
+    found = search(request("config.yaml", 4, seconds=25.0))
+    assert (len([plan for plan in found.plans if plan.choice]), found.untimed, found.closed) == (3, 9, False)
+    assert not found.unseen and "9 kept layouts" in "".join(_looked(found))
+    clock.now = 0.0
+    found = search(replace(request("config.yaml", 4, seconds=5.0), shown=1))
+    assert len([plan for plan in found.plans if plan.choice]) == 1, "one is timed whatever it takes"
 
 
 def test_a_reference_that_becomes_the_actor_stays_where_that_lies() -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from hybridflow.cpu.kernels import library
 from hybridflow.cpu.megatron.overlays import prepare
-from hybridflow.models import layer_specs
+from hybridflow.models import layer_classes as classes_module
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.layer_specs import attention_functions, layer_classes
+from hybridflow.models.layer_classes import attention_functions, layer_classes
 from hybridflow.models.shared_prompt import SharedPrompts
 from hybridflow.parallel import vocab
 from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
@@ -129,7 +129,7 @@ def in_turns(work: Callable[[], Tensor], rounds: int) -> list[list[float]]:
     found: list[list[tuple[float, float]]] = [[], []]
     for _ in range(rounds + 1):
         with (
-            mock.patch.object(layer_specs, "library", lambda: None),
+            mock.patch.object(classes_module, "library", lambda: None),
             mock.patch.object(vocab, "library", lambda: None),
         ):
             found[0].append(milliseconds(work))

@@ -1,142 +1,216 @@
-"""Published runs of other trainers and engines beside what `hybridflow.plan --time` would have said of them.
+"""Seconds of published runs beside what `hybridflow plan --time` says of them, for docs/explanation/planning.md.
 
-    python -m tests.bench.published
+    python -m tests.bench.published            prints both tables
+    python -m tests.bench.published --write    writes them into the page
 
-Each is laid out as its source says, with a shipped profile that nobody measured; the factor is published / predicted.
-Of NeMo RL's runs the source has tokens/s/GPU, seconds and the mean response: prompts are what is left. Rows are taken
-to be packed in budgets of one longest sequence, and a reference to be scored, as in the recipes' defaults.
+`published_runs` has the runs. Each is laid out as its source says, with a shipped profile. Predictions are of
+hybridflow's own trainer and engine on that layout.
 """
 
 import json
+import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import load_profile
 from hybridflow.automap.generation_time import Responses, generation_cost
-from hybridflow.automap.timing import Work, predict
+from hybridflow.automap.timing import Prediction, Work, predict
 from hybridflow.config import ExperimentConfig
-from hybridflow.parallel.layout import Cut
+from hybridflow.parallel.layout import Cut, Layout
+from hybridflow.placement.footprint import stage_elements
 from hybridflow.placement.placed import place
-
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128256}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-8b": LLAMA
-    | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
-    | dict(num_key_value_heads=8, max_position_embeddings=8192),
-    "llama-70b": LLAMA
-    | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
-    | dict(num_key_value_heads=8, max_position_embeddings=8192),
-    "qwen3-32b": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", rms_norm_eps=1e-6, vocab_size=151936)
-    | dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, head_dim=128)
-    | dict(num_key_value_heads=8, max_position_embeddings=40960),
-}
-NEMO = "NeMo RL 0.4, docs/about/performance-summary.md, DGX-H100, GRPO on policy"
-VLLM = "vLLM, buildkite.com/vllm/performance-benchmark/builds/9515, H200"
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """64 prompts x 32 responses, four optimizer steps. tokens: of a prompt, of a mean response, of the longest."""
-
-    source: str
-    model: str
-    gpus: int
-    actor: dict[str, Any]
-    engine_tp: int
-    tokens: tuple[float, float, int]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Eight prompts of 32 tokens, 128 tokens each."""
-
-    source: str
-    model: str
-    tp: int
-    seconds: float
-
-
-ITERATIONS = (
-    Iteration(
-        NEMO,
-        "llama-8b",
-        16,
-        dict(pipeline_parallel_size=2, recompute="full"),
-        1,
-        (1562 * 16 * 97.7 / 2048 - 1060, 1060, 3964),
-        97.7,
-    ),
-    Iteration(
-        NEMO,
-        "qwen3-32b",
-        32,
-        dict(tensor_parallel_size=4, pipeline_parallel_size=4, sequence_parallel=True),
-        4,
-        (540 * 32 * 393 / 2048 - 3206, 3206, 3986),
-        393,
-    ),
+from tests.bench.published_runs import (
+    LATENCIES,
+    LLAMA_1B,
+    NEMO_RUNS,
+    OWN_RUNS,
+    REWARD,
+    VLLM,
+    WRITTEN,
+    Latency,
+    NemoRun,
+    OwnRun,
 )
-LATENCIES = (Latency(VLLM, "llama-8b", 1, 0.833421), Latency(VLLM, "llama-70b", 4, 2.07753))
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "explanation" / "planning.md"
+SHAPES = ROOT / "configs" / "shapes"
+GIB = 1 << 30
+ENGINE_SHARE, BESIDE = (
+    0.6,
+    3 * GIB,
+)  # of a GPU, NeMo RL's default; what the engine has beside weights and cache: assumed
+# takes as long as GRPO of NeMo RL, which has the old log-probs of all rows: hybridflow's GRPO leaves some to the update
+ALGORITHM = {"name": "reinforce", "kl": {"use": "reward"}, "update": {"mini_batch_size": 512}}
+BEGIN, END = "<!-- tests.bench.published: begin -->", "<!-- tests.bench.published: end -->"
 
 
-def main() -> None:
-    table = Table(title="Seconds, published and predicted")
-    for column in ("source", "model", "GPUs", "published", "predicted", "factor", "of it"):
-        table.add_column(column, justify="left" if column in ("source", "model", "of it") else "right")
+@dataclass(frozen=True)
+class Row:
+    run: str
+    source: str
+    published: float
+    predicted: float
+    phases: str  # what the prediction is made of, or the constant that the row gives
+    blind: bool = True  # no constant comes from it
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.published
+
+
+def published_rows() -> list[Row]:
+    return [*(nemo_row(run) for run in NEMO_RUNS), *(latency_row(latency) for latency in LATENCIES)]
+
+
+def own_rows() -> list[Row]:
     with tempfile.TemporaryDirectory() as own:
-        for name, fields in MODELS.items():
-            directory = Path(own) / name
-            directory.mkdir()
-            (directory / "config.json").write_text(json.dumps(fields))
-        for run in ITERATIONS:
-            seconds, phases = iteration_seconds(run, Path(own))
-            table.add_row(*cells(run.source, run.model, run.gpus, run.seconds, seconds), phases)
-        for latency in LATENCIES:
-            seconds = latency_seconds(latency, Path(own))
-            table.add_row(*cells(latency.source, latency.model, latency.tp, latency.seconds, seconds), "")
-    Console(width=150).print(table)
+        return [row for run in OWN_RUNS for row in _own_rows(run, Path(own))]
 
 
-def cells(source: str, model: str, gpus: int, published: float, predicted: float) -> list[str]:
-    return [source, model, str(gpus), f"{published:.2f}", f"{predicted:.2f}", f"{published / predicted:.2f}"]
+# ------------------------------------------------------------------------------------------------ others' runs
 
 
-def iteration_seconds(run: Iteration, root: Path) -> tuple[float, str]:
-    profile, role = load_profile("h100-sxm"), {"model": str(root / run.model), "micro_batch_tokens": 4096}
+def nemo_row(run: NemoRun) -> Row:
+    found = predict_nemo(run)
+    words = f"{run.model}, {run.gpus} GPUs: {_layout(run)}"
+    return Row(words, run.source, run.seconds, found.seconds, _phases(found))
+
+
+def predict_nemo(run: NemoRun) -> Prediction:
+    """Rows are packed in budgets of one longest sequence; optimizer state is in host memory while the engine works."""
+    profile, shape = load_profile("h100-sxm"), str(SHAPES / run.model)
+    role = {"model": shape, "micro_batch_tokens": run.limit}
     sizes = {key: value for key, value in run.actor.items() if key != "recompute"}
-    prompt, mean, longest = run.tokens
+    longest = run.limit - round(run.prompt)
     config = ExperimentConfig.model_validate(
         {
             "name": "published",
             "num_iterations": 1,
-            "data": {"train": "none", "prompts_per_iteration": 64, "max_prompt_length": 4096 - longest},
+            "tensor_parallel_across_hosts": run.engine_tp > profile.ranks_per_host,
+            "data": {
+                "train": "none",
+                "prompts_per_iteration": run.prompts,
+                "max_prompt_length": run.limit - longest,
+            },
             "sampling": {"max_response_length": longest, "samples_per_prompt": 32},
-            "actor": role | run.actor | {"optimizer": {"lr": 1e-6}},
-            "reference": role | sizes,
-            "reward": {"functions": [{"function": "hybridflow.rewards.numeric:numeric_match"}]},
-            "rollout": {"tensor_parallel_size": run.engine_tp, "kv_cache_gib": 40},
-            "algorithm": {"name": "grpo", "kl": {"use": "loss"}, "update": {"mini_batch_size": 512}},
+            "actor": role | run.actor | {"optimizer": {"lr": 1e-6}, "offload_optimizer": True},
+            "reference": role | sizes | {"micro_batch_tokens": run.limit * run.score_tokens},
+            "reward": REWARD,
+            "rollout": {
+                "tensor_parallel_size": run.engine_tp,
+                "enable_expert_parallel": False,
+                "kv_cache_gib": cache_gib(run, profile.memory_bytes),
+                "max_num_seqs": 1024,
+            },
+            "algorithm": ALGORITHM,
         }
     )
-    work = Work(64, 32, prompt, mean, longest, profile.ranks_per_host)
-    found = predict(place(config, run.gpus, cuda=True), profile, work)
-    return found.seconds, ", ".join(f"{name} {value:.1f}" for name, value in found.phases.items() if value >= 0.05)
+    work = Work(run.prompts, 32, run.prompt, run.response, longest, profile.ranks_per_host)
+    return predict(place(config, run.gpus, cuda=True), profile, work)
 
 
-def latency_seconds(run: Latency, root: Path) -> float:
+def cache_gib(run: NemoRun, memory_bytes: int) -> float:
+    """What the engine's share of a GPU leaves."""
+    spec, tp = read_spec(SHAPES / run.model), run.engine_tp
+    weights = 2 * stage_elements(spec, "lm", Layout(tp, 1, 1, tuple(range(tp))))[0]
+    return round((ENGINE_SHARE * memory_bytes - weights - BESIDE) / GIB, 1)
+
+
+def _layout(run: NemoRun) -> str:
+    names = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "expert_parallel_size": "ep"}
+    sizes = [f"{short} {run.actor[key]}" for key, short in names.items() if key in run.actor]
+    words = f"training {' x '.join(sizes)}"
+    if "recompute" in run.actor:
+        words += " with full recompute"
+    if run.assumed:
+        words += f" ({run.assumed})"
+    return f"{words}, engines tp {run.engine_tp}"
+
+
+def latency_row(run: Latency) -> Row:
     responses = Responses(8, 8, prompt=32, mean=128, longest=128, at_once=256, batched_tokens=8192)
-    device = Device(load_profile("h200"))
-    spec = read_spec(root / run.model)
+    device, spec = Device(load_profile("h200")), read_spec(SHAPES / run.model)
     cost = generation_cost(spec, cut=Cut(run.tp, run.tp), pp=1, dtype="bfloat16", responses=responses, device=device)
-    return cost.seconds - device.profile.overheads.engine_wake
+    predicted = cost.seconds - device.profile.overheads.engine_wake
+    words = f"{run.model}, 8 x (32 + 128) tokens, tp {run.tp} on H200"
+    return Row(words, VLLM, run.seconds, predicted, "gives engine_step, engine_layer", blind=False)
+
+
+# ------------------------------------------------------------------------------------------------ hybridflow's runs
+
+
+def _own_rows(run: OwnRun, own: Path) -> Iterator[Row]:
+    config = ExperimentConfig.model_validate({"name": "own", "num_iterations": 1} | _with_models(run.config, own))
+    found = predict(place(config, 1, cuda=True), load_profile("h100-sxm"))
+    for phase, seconds in run.seconds.items():
+        predicted = found.phases[phase] if phase else found.seconds
+        gives = run.fitted.get(phase)
+        words = "" if gives is None else "by its phases" if not gives else f"gives {gives}"
+        yield Row(run.what, phase or "iteration", seconds, predicted, words, blind=gives is None)
+
+
+def _with_models(config: Any, own: Path) -> Any:
+    """The config with a directory in place of a model's name."""
+    if isinstance(config, dict):
+        return {
+            key: _model(value, own) if key == "model" else _with_models(value, own) for key, value in config.items()
+        }
+    return [_with_models(each, own) for each in config] if isinstance(config, list) else config
+
+
+def _model(name: str, own: Path) -> str:
+    if name not in WRITTEN:
+        return str(ROOT / name)
+    directory = own / name
+    directory.mkdir(exist_ok=True)
+    base = json.loads((ROOT / LLAMA_1B / "config.json").read_text()) if "model_type" not in WRITTEN[name] else {}
+    (directory / "config.json").write_text(json.dumps(base | WRITTEN[name]))
+    return str(directory)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def _phases(found: Prediction) -> str:
+    """Those of at least a hundredth."""
+    named = {name: value for name, value in found.phases.items() if value >= found.seconds / 100}
+    return ", ".join(f"{name} {_digits(value)}" for name, value in named.items())
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def tables() -> str:
+    """Both, in Markdown."""
+    lines = [
+        "| run | source | published, s | predicted, s | predicted / published | of it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in published_rows():
+        numbers = f"{_digits(row.published)} | {_digits(row.predicted)} | {row.ratio:.2f}"
+        lines.append(f"| {row.run} | {row.source} | {numbers} | {row.phases} |")
+    lines += ["", "| run on one H100 | phase | measured, s | predicted, s | predicted / measured | constant |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in own_rows():
+        numbers = f"{_digits(row.published)} | {_digits(row.predicted)} | {row.ratio:.2f}"
+        lines.append(f"| {row.run} | {row.source} | {numbers} | {row.phases} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = tables()
+    if "--write" in sys.argv[1:]:
+        before, rest = PAGE.read_text().split(BEGIN)
+        after = rest.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedSequences, attention_by_length
-from hybridflow.models.layer_specs import attention_functions
+from hybridflow.models.layer_classes import attention_functions
 from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import select_mover

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.launcher.connection import BOOT, Ssh, command_of
-from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, parse_hostfile, read_hostfile
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, choose_hosts, parse_hostfile, read_hostfile
 
 NUM_FUZZED = 2000
 NASTY = "\"'`$(){}[]<>|&;*?!~#\\= \t@:-._/éß\x00\x1b漢\r\x0b\x85\u2028"
@@ -117,7 +117,7 @@ def test_random_words_are_refused_with_their_line_or_cannot_do_harm() -> None:
 
 def test_filters() -> None:
     hosts = [LaunchHost(name, 1) for name in ("worker-0", "worker-1", "worker-10", "gpu.a", "gpu-b")]
-    named = lambda include, exclude=(): [host.name for host in chosen(hosts, include, exclude)]  # noqa: E731
+    named = lambda include, exclude=(): [host.name for host in choose_hosts(hosts, include, exclude)]  # noqa: E731
     assert named(()) == ["worker-0", "worker-1", "worker-10", "gpu.a", "gpu-b"]
     assert named(["worker-[0-3]"]) == ["worker-0", "worker-1"]
     assert named(["worker-[0-3],gpu*"]) == ["worker-0", "worker-1", "gpu.a", "gpu-b"]
@@ -125,7 +125,9 @@ def test_filters() -> None:
     assert named(["worker-{0,10}"]) == ["worker-0", "worker-10"]
     assert named((), ["worker*"]) == ["gpu.a", "gpu-b"]
     assert named(["worker-[0-99]"], ["worker-1"]) == ["worker-0", "worker-10"]
-    assert [host.name for host in chosen([LaunchHost("n007", 1), LaunchHost("n7", 1)], ["n[005-009]"], ())] == ["n007"]
+    assert [host.name for host in choose_hosts([LaunchHost("n007", 1), LaunchHost("n7", 1)], ["n[005-009]"], ())] == [
+        "n007"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,4 +141,4 @@ def test_filters() -> None:
 )
 def test_filters_that_fit_nothing(include: list[str], exclude: list[str], told: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(told)):
-        chosen([LaunchHost("worker-0", 1), LaunchHost("worker-1", 1)], include, exclude)
+        choose_hosts([LaunchHost("worker-0", 1), LaunchHost("worker-1", 1)], include, exclude)

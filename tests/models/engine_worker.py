@@ -18,7 +18,7 @@ from megatron.core.extensions import transformer_engine
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
-from hybridflow.models import build, layer_specs, pipeline
+from hybridflow.models import build, layer_classes, pipeline
 from hybridflow.models.build import PackedModel
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import plain
@@ -51,7 +51,7 @@ def built(spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool) -> l
 
 @contextlib.contextmanager
 def chosen_as_on_cuda(engine: bool) -> Iterator[None]:
-    with mock.patch.multiple(layer_specs, uses_cuda=lambda: True, HAVE_TE=engine):
+    with mock.patch.multiple(layer_classes, uses_cuda=lambda: True, HAVE_TE=engine):
         yield
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.convert.forward import packed_micro_batch, random_prompts
-from hybridflow.models import build, layer_specs
+from hybridflow.models import build, layer_classes, layer_specs
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention, PackedSequences
 from hybridflow.models.layers import RMSNorm
 from hybridflow.models.opt import PostNormLayer
@@ -61,7 +61,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     """Built against another torch it is found and fails as it loads; megatron then has no layers of its kind."""
     (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(layer_specs, "uses_cuda", lambda: True)
+    monkeypatch.setattr(layer_classes, "uses_cuda", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
     (layer,) = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0)).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
@@ -120,7 +120,8 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformer Engine's linear layers have a norm in front of them."""
-    monkeypatch.setattr(layer_specs, "_transformer_engine", lambda: True)
+    monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(layer_classes, "has_transformer_engine", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="opt_350m", tied=True) / "policy")
     block = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0))
     (layer,) = block.layer_specs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hybridflow.models.layer_specs import IN_C, LayerClasses
+from hybridflow.models.layer_classes import IN_C, LayerClasses
 
 BOTH = [pytest.param(LayerClasses(), id="torch"), pytest.param(IN_C, id="in C", marks=pytest.mark.compiles)]
 

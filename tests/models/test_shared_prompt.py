@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models import layer_specs
+from hybridflow.models import layer_classes
 from hybridflow.models.attention import PackedSequences, attention_by_length
-from hybridflow.models.layer_specs import attention_functions
+from hybridflow.models.layer_classes import attention_functions
 from hybridflow.models.shared_prompt import (
     AttentionSpans,
     SharedPrompts,
@@ -152,7 +152,7 @@ def test_a_merge_by_hand() -> None:
 
 
 def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_specs, "library", lambda: None)
+    monkeypatch.setattr(layer_classes, "library", lambda: None)
     packed = PackedSequences.from_lengths((5, 3, 3), CPU)
     q, k, v = (torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     expected = attention_by_length(q, k, v, packed=packed, scale=SCALE)
@@ -164,7 +164,7 @@ def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever(monkeypatch: py
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no compiler, torch's is called twice and merged."""
     if request.param != IN_C:
-        monkeypatch.setattr(layer_specs, "library", lambda: None)
+        monkeypatch.setattr(layer_classes, "library", lambda: None)
     else:
         request.getfixturevalue("needs_kernels")
 

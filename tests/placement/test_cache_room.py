@@ -100,6 +100,24 @@ def test_it_says_how_many_sequences_the_cache_holds() -> None:
     assert "(default, 4 GiB stay free): " in cache_words(default)
 
 
+def test_a_default_that_no_memory_bounds_says_so() -> None:
+    unbounded = cache_words(run_of(), bounded=False)
+    assert " (default): " in unbounded
+    assert unbounded.endswith("no device memory is known: a run takes at most what is free")
+    given = run_of("rollout.kv_cache_gib=24")
+    assert cache_words(given, bounded=False) == cache_words(given)
+
+
+@pytest.mark.parametrize(("arguments", "bounded"), [((), False), (("--memory-gib", "80"), True)])
+def test_a_plan_says_whether_memory_bounds_the_cache(
+    arguments: tuple[str, ...], bounded: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridflow.trainers.auto.facts_of_gpus", lambda tree: None)
+    assert main(["long.yaml", "--world-size", "8", "--json", *arguments]) == 0, capsys.readouterr().err
+    line = json.loads(capsys.readouterr().out)["kv_cache"]["line"]
+    assert ("no device memory is known" in line) is not bounded
+
+
 def test_the_plan_and_its_time_take_the_default_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["long.yaml", "--world-size", "8", "--json"]
     assert main([*arguments, "--memory-gib", "80", "--time"]) == 0

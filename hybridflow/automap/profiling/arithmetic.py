@@ -6,12 +6,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear
+from torch.nn.functional import grouped_mm, linear
 
 from hybridflow.automap.profiling.clock import seconds_of
 from hybridflow.automap.role_time import BACKWARD_ATTENTION
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.layer_specs import DTYPES, attention_functions
+from hybridflow.models.layer_classes import attention_functions
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
 
 ROWS = {"cpu": (1, 4, 16, 64, 256, 1024, 4096), "cuda": (1, 4, 16, 64, 256, 1024, 4096, 16384)}
@@ -32,6 +33,7 @@ COLUMNS = {  # (k, n) of weights
 GRADIENT_OF = (64, 256, 1024, 4096)  # rows of which the products of a weight's gradient are measured: they are k there
 CACHE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # more than the largest cache holds
 MOST_WEIGHTS = 2048
+GROUPED = {"cpu": (16, 64, 256, 256), "cuda": (64, 512, 2048, 1536)}  # experts, rows of each, k, n
 STREAM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 HEADS, HEAD_DIM = 8, 64
 LENGTHS = {"cpu": (8, 192), "cuda": (8, 2048)}  # sequences, tokens of each
@@ -60,6 +62,18 @@ def product_table(dtype: str, device: torch.device) -> Iterator[Row]:
 
 def _product(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
     return linear(x, next(weights))
+
+
+def grouped_efficiency(dtype: str, device: torch.device) -> float:
+    """Of the products of several experts in one kernel: seconds of as many single products over the kernel's."""
+    count, m, k, n = GROUPED[device.type]
+    weights = torch.randn(count, n, k, dtype=DTYPES[dtype], device=device)
+    x = torch.randn(count * m, k, dtype=DTYPES[dtype], device=device)
+    ends = torch.arange(m, count * m + 1, m, dtype=torch.int32, device=device)
+    turn = itertools.cycle(weights)
+    alone = seconds_of(partial(_product, x[:m], turn), least=0.01, device=device)
+    together = seconds_of(partial(grouped_mm, x, weights.transpose(1, 2), offs=ends), least=0.01, device=device)
+    return min(1.0, count * alone / together)
 
 
 def stream_bandwidth(device: torch.device) -> float:

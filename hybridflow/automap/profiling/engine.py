@@ -1,4 +1,4 @@
-"""What the engine takes whatever the sizes of its model: a step, a layer, a sequence, a message, a generation.
+"""What the engine takes whatever the sizes of the model: a step, a layer, a sequence, a message, a generation.
 
 Of narrow models: an engine on the first rank, and one of two ranks that exchange messages.
 """

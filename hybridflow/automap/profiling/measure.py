@@ -1,4 +1,4 @@
-"""The profile of the machine that this runs on, by all its ranks together; see the modules beside it.
+"""The profile of the machine that this runs on, by all ranks together; see the modules beside it.
 
 profile = measure_profile("our machine", tell=print)        # on every rank that torchrun has started, or alone
 """
@@ -75,8 +75,9 @@ def _world(platform: Platform) -> RunContext:
 
 @dataclass(frozen=True)
 class _Alone:
-    """What the first rank measures by itself, in FLOP/s, logits/s, bytes/s and seconds."""
+    """What the first rank measures by itself, in FLOP/s, logits/s, bytes/s and seconds; of grouped products a share."""
 
+    grouped: float
     attention: tuple[float, float]
     logits: tuple[float, float]
     stream: float
@@ -86,12 +87,14 @@ class _Alone:
 
 
 def _alone(device: torch.device, group: dist.ProcessGroup, directory: Path) -> _Alone:
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
     return _Alone(
-        arithmetic.attention_rates("float32" if device.type == "cpu" else "bfloat16", device),
-        arithmetic.logit_rates(device, group),
-        arithmetic.stream_bandwidth(device),
-        arithmetic.host_bandwidth(device),
-        _disk_bandwidth(directory),
+        grouped=arithmetic.grouped_efficiency(dtype, device),
+        attention=arithmetic.attention_rates(dtype, device),
+        logits=arithmetic.logit_rates(device, group),
+        stream=arithmetic.stream_bandwidth(device),
+        host=arithmetic.host_bandwidth(device),
+        disk=_disk_bandwidth(directory),
         operation=arithmetic.operation_seconds(device),
     )
 
@@ -120,6 +123,7 @@ def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Pa
         "measured": True,
         "memory_bytes": platform.memory_bytes(),
         "products": {dtype: ProductRates(table=table) for dtype, table in tables.items()},
+        "grouped_efficiency": found.grouped,
         "attention_forward": found.attention[0],
         "attention_backward": found.attention[1],
         "memory_bandwidth": found.stream,

@@ -35,7 +35,7 @@ def make_model(directory: Path, *, hidden: int, layers: int, positions: int, voc
 def placed_run(
     model: Path, *, tp: int = 1, dp: int = 1, dtype: str, length: int, budget: int, output_dir: Path
 ) -> PlacedRun:
-    """An actor and its engine on the first tp x dp ranks."""
+    """An actor and an engine on the first tp x dp ranks."""
     config = ExperimentConfig.model_validate(
         {
             "name": "profile",

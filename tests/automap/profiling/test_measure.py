@@ -23,6 +23,8 @@ def test_two_ranks_measure_one_profile(tmp_path: Path) -> None:
     shapes = {row[:3] for row in profile.products["float32"].table}
     # x W^T of 1 and 64 rows, and the weights' gradients over 64 rows
     assert shapes == {(m, k, k) for m in (1, 64) for k in (64, 256)} | {(64, 64, 64), (256, 64, 256)}
+    assert 0 < profile.grouped_efficiency <= 1
+    assert profile.sources["grouped_efficiency"].startswith("measured on")
     assert set(profile.products) == {"float32", "bfloat16"}
     assert [one.ranks for one in profile.collectives] == [2]
     assert [row.ranks for row in profile.crowding] == [1, 2]

@@ -16,7 +16,7 @@ from hybridflow.cpu.kernels import library as libraries
 from hybridflow.cpu.kernels import matrix
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.attention import PackedSequences, attention_by_length
-from hybridflow.models.layer_specs import attention_functions
+from hybridflow.models.layer_classes import attention_functions
 from hybridflow.parallel import platform as platforms
 from tests.cpu.kernels.modes import has_wide_vectors
 

@@ -1,0 +1,74 @@
+"""Arguments of vLLM's engine and of megatron-core's models that a config hands on, by their own names.
+
+They change speed or memory, and not what is computed. Whatever else decides the engine or a model has a key of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from hybridflow.config.section import Section
+
+
+class VendorArguments(Section):
+    """null: the vendor's own default, or hybridflow's."""
+
+    def given(self) -> dict[str, Any]:
+        """Those that are not null, by name."""
+        return {name: value for name, value in self if value is not None}
+
+
+class EngineArguments(VendorArguments):
+    """Arguments of vLLM's engine, by the names of vLLM's EngineArgs."""
+
+    async_scheduling: bool | None = None
+    """Whether the next step is scheduled while the GPU computes."""
+    attention_backend: str | None = None
+    """The kernels of attention, by vLLM's names, such as FLASH_ATTN or FLASHINFER."""
+    cudagraph_capture_sizes: tuple[PositiveInt, ...] | None = None
+    """Numbers of tokens for which CUDA graphs are captured."""
+    max_cudagraph_capture_size: PositiveInt | None = None
+    """The largest number of tokens for which a CUDA graph is captured."""
+    disable_cascade_attn: bool | None = None
+    """Whether attention to a shared prefix is never computed once for several rows."""
+    disable_custom_all_reduce: bool | None = None
+    """Whether tensor parallel ranks sum by NCCL alone."""
+    long_prefill_token_threshold: NonNegativeInt | None = None
+    """Tokens from which on a prompt counts as long. 0: none does."""
+    optimization_level: Literal[0, 1, 2, 3] | None = None
+    """How much vLLM compiles before the first step."""
+    prefill_schedule_interval: PositiveInt | None = None
+    """Steps between two that take new prompts."""
+    scheduler_reserve_full_isl: bool | None = None
+    """Whether a prompt waits until the KV cache has room for all of the prompt."""
+    watermark: NonNegativeFloat | None = None
+    """Share of the KV cache that new rows leave free."""
+
+
+class MegatronArguments(VendorArguments):
+    """Arguments of a model, by the names of megatron-core's TransformerConfig."""
+
+    batch_p2p_comm: bool | None = None
+    """Whether a pipeline stage sends and receives in one batched call."""
+    deallocate_pipeline_outputs: bool | None = None
+    """Whether a stage frees what has been sent on."""
+    gradient_accumulation_fusion: bool | None = None
+    """Whether apex adds gradients within the product of matrices. null: where apex is there."""
+    memory_efficient_layer_norm: bool | None = None
+    """Whether norms of Transformer Engine keep their output in place of their input."""
+    microbatch_group_size_per_vp_stage: PositiveInt | None = None
+    """Micro-batches that a model chunk of the interleaved schedule takes one after the other."""
+    overlap_p2p_comm: bool | None = None
+    """Whether the interleaved schedule computes while activations travel."""
+    persist_layer_norm: bool | None = None
+    """Whether megatron's own norms take their persistent kernel."""
+
+
+def vendor_lines(named: Mapping[str, VendorArguments]) -> list[str]:
+    """What a run says first of the arguments that it hands on. named: by key of the config."""
+    return [
+        f"{key}: {', '.join(f'{name}={value}' for name, value in arguments.given().items())}"
+        for key, arguments in named.items()
+        if arguments.given()
+    ]

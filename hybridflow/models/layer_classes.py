@@ -1,0 +1,81 @@
+"""The classes of layers and the functions of attention for this device: chosen once, when a model is built."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from hybridflow.cpu import attention as cpu_attention
+from hybridflow.cpu import layers as cpu_layers
+from hybridflow.cpu.kernels.library import library
+from hybridflow.models.attention import (
+    AttentionFunctions,
+    GroupedSelfAttention,
+    by_length_or_merged,
+    flash_or_exact,
+    halves,
+    neighbours,
+    rotation,
+)
+from hybridflow.models.layers import RMSNorm, SwiGLU
+from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.parallel.device import uses_cuda
+
+
+@dataclass(frozen=True)
+class LayerClasses:
+    """What megatron's local layers are made of, beside megatron's own classes."""
+
+    rms_norm: type[RMSNorm] = RMSNorm
+    swiglu: type[SwiGLU] = SwiGLU
+    self_attention: type[GroupedSelfAttention] = GroupedSelfAttention
+    layer_of_rms_norms: type[TransformerLayer] = TransformerLayer
+
+
+class RMSNormInC(RMSNorm):
+    function = cpu_layers.RMSNormFunctionInC
+
+
+class SwiGLUInC(SwiGLU):
+    function = cpu_layers.SwiGLUFunctionInC
+
+
+class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
+    """Heads are turned in the memory of their projection."""
+
+
+IN_C = LayerClasses(RMSNormInC, SwiGLUInC, SelfAttentionInC, cpu_layers.SummingLayer)
+
+
+def layer_classes() -> LayerClasses:
+    """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
+    return LayerClasses() if uses_cuda() or library() is None else IN_C
+
+
+def has_transformer_engine() -> bool:
+    return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
+
+
+def device_arguments(*, gated: bool) -> dict[str, Any]:
+    """Of megatron's TransformerConfig. gated: the activation of the model's MLPs."""
+    engine = has_transformer_engine()
+    return {
+        "use_cpu_initialization": not uses_cuda(),
+        "gradient_accumulation_fusion": uses_cuda() and _grad_accum_fusion_available,  # apex
+        "bias_activation_fusion": engine and gated,
+        "use_te_activation_func": not engine,  # what megatron calls an activation that the layer spec names
+    }
+
+
+def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
+    by_torch = rotation(neighbours if interleaved else halves)
+    if uses_cuda():
+        return AttentionFunctions(flash_or_exact(dtype), by_torch)
+    if library() is None:
+        kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
+        return AttentionFunctions(by_length_or_merged(kernel), by_torch)
+    return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
