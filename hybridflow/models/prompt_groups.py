@@ -73,13 +73,13 @@ def _where_it_pays(group: PromptGroup, lengths: Sequence[int]) -> list[PromptGro
     return [PromptGroup((row,)) for row in group.rows]
 
 
-def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:
-    """The rows of each replica, each ascending, balanced by the tokens that are run.
+def replica_rows(batch: RolloutBatch, num_replicas: int, rows: Sequence[int] | None = None) -> list[list[int]]:
+    """The rows of each replica, each ascending, balanced by the tokens that are run. rows: these alone, ascending.
 
     Whole groups dealt out by `balanced_partition`, or, if that leaves the busiest replica less to run, groups in a row
     cut wherever a replica has a full share: with fewer prompts than replicas a whole group each would leave some idle.
     """
-    lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)))
+    lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)) if rows is None else rows)
     costs = [group.tokens(lengths) for group in groups]
     whole = [[groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
     if num_replicas > 1 and any(group.shared for group in groups):
@@ -96,7 +96,8 @@ def _evenly_cut(groups: list[PromptGroup], lengths: Sequence[int], num_parts: in
 
     Found by halving: the least room into which they go one after another.
     """
-    too_little, enough = max(lengths) - 1, sum(lengths)
+    own = [lengths[row] for group in groups for row in group.rows]
+    too_little, enough = max(own) - 1, sum(own)
     while enough - too_little > 1:
         room = (too_little + enough) // 2
         if len(_filled(groups, lengths, room)) <= num_parts:

@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True)
 class FunctionScores:
-    """Of a function, (N,) each: its parts, the seconds that a row took, and which rows have failed (FAILURES)."""
+    """Of a function, (N,) each: parts of scores, seconds that a row took, and which rows have failed (FAILURES)."""
 
     parts: tuple[PartialTensor, ...]
     seconds: PartialTensor
@@ -51,7 +51,7 @@ class FunctionScores:
 
 @dataclass(frozen=True)
 class CallUnit:
-    """A call that is asked for: its rows."""
+    """The rows of a call that is asked for."""
 
     ticket: int
     rows: tuple[int, ...]
@@ -158,7 +158,7 @@ class FunctionCaller:
         return outcomes
 
     def _scores(self, function: int, unit: CallUnit, outcome: Outcome) -> Sequence[tuple[float, ...]]:
-        """Of each row its parts."""
+        """The parts of each row."""
         if outcome.kind == "scored":
             return outcome.scores
         score = self.failure_score(function, outcome.kind)
@@ -197,8 +197,8 @@ class FunctionCaller:
         """On this rank: what was printed; and why rows have failed, where that does not end the run."""
         name = f"[rank {self.rank}, {self.spec(function).path}]"
         lines = [line for outcome in outcomes for line in outcome.printed.splitlines()]
-        failures = [(self.failure_score(function, its.kind), its) for its in outcomes if its.kind != "scored"]
-        scored = [f"scored as {score:g}: {its.problem}" for score, its in failures if score is not None]
+        failures = [(self.failure_score(function, one.kind), one) for one in outcomes if one.kind != "scored"]
+        scored = [f"scored as {score:g}: {one.problem}" for score, one in failures if score is not None]
         lines += scored[:MOST_SHOWN]
         lines += [f"and {len(scored) - MOST_SHOWN} more calls failed"] * (len(scored) > MOST_SHOWN)
         if lines:

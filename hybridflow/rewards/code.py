@@ -2,11 +2,11 @@
 
 The program is the last block between ``` of the response, or all of it. Tests are Python statements that run after it
 (a text, or a list of such), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print; either also
-as a JSON text (`rewards/code_tests.py`). Each test runs in a process of its own (`rewards/code_runner.py`) with limits
+as a JSON text (`rewards/code_tests.py`). Each test runs in a separate process (`rewards/code_runner.py`) with limits
 on CPU seconds, memory and files.
 
 These are limits, not a jail: a program can read and delete what the user can. Where Linux lets the user make namespaces
-it has no network and sees no processes but its own; where not, that is said once, and `network: refuse` makes it an
+it has no network and sees no other processes; where not, that is said once, and `network: refuse` makes it an
 error.
 """
 
@@ -90,7 +90,7 @@ def wall_seconds(limits: tuple[int, int, int]) -> float:
 def run_confined(
     program: str, asked: str, limits: tuple[int, int, int], *, seconds: float, refuse: bool
 ) -> tuple[int, str, str]:
-    """(exit status, what it prints, what it prints on stderr) of a Python program. asked: its standard input.
+    """(exit status, what it prints, what it prints on stderr) of a Python program. asked: the program's standard input.
 
     limits: CPU seconds, MiB of memory, MiB of a file. seconds: on the clock. refuse: PermissionError where no
     namespace can be made.
@@ -115,7 +115,7 @@ def check_limits(limits: tuple[int, int, int], network: str) -> None:
 
 
 def _run(command: list[str], directory: str, asked: str, seconds: float) -> tuple[int, str, str]:
-    """(status, stdout, stderr). What is left of it is killed, with the runner's namespace or its process group."""
+    """(status, stdout, stderr). What is left is killed, with the runner's namespace or process group."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, tempfile.TemporaryFile() as given:
         given.write(asked.encode(errors="backslashreplace"))
         given.seek(0)

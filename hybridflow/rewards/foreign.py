@@ -47,7 +47,7 @@ def adapter(signature: Signature, path: str, *, awaited: bool) -> str | None:
     names = [one.name for one in taken]
     if not _is_foreign(names[: len(OURS)]):
         return None
-    trainer = next((its for its, known in OTHERS.items() if known & set(names)), None)
+    trainer = next((other for other, known in OTHERS.items() if known & set(names)), None)
     trainer = trainer or ("OpenRLHF" if "labels" in names else "another trainer")
     module, _, function = path.partition(":")
     return (
@@ -71,7 +71,7 @@ def _is_foreign(names: list[str]) -> bool:
 
 
 def _call(function: str, signature: Signature, *, awaited: bool) -> str:
-    """The expression that calls it with what its parameters mean."""
+    """The expression that calls the function with what the parameters mean."""
     parameters = list(signature.parameters.values())
     one_row = any(one.name in ONE_ROW for one in parameters)
     all_columns = not one_row and any(one.kind is Parameter.VAR_KEYWORD for one in parameters)

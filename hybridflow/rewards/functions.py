@@ -22,7 +22,7 @@ from hybridflow.user_code import load_function
 RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
 ASKED = ("iteration", "is_evaluation", "token_ids")  # what a function may have by keyword, if it has such a parameter
 MOST_COLUMNS = 12  # that a message names
-USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
+USERS = (Exception, SystemExit)  # what a user's code raises that is the code's error
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class FunctionSpec:
     per: what it is called with in one list: a row, the responses to a prompt (group), or all rows of a rollout (batch).
     parts: the keys of the dictionaries that it returns; none where it returns numbers.
     awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
-    lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
-    affine: it is a class whose instance is called with a message of its own kind; all calls of a row go to one process.
+    lost_score: what a row counts as whose call took too long or ended the process; None: that ends the run.
+    affine: it is a class whose instance is called with one message; all calls of a row go to one process.
     Such a class may be awaited: then each of the processes has `concurrency` calls under way.
     asks: of ASKED, the parameters that the function has.
     """
 
     path: str
-    file: str | None  # of its module
+    file: str | None  # of the function's module
     arguments: Mapping[str, Any]
     parts: tuple[str, ...]
     per: str
@@ -133,7 +133,7 @@ def call_reward_function(
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What a function is called with, what messages call it, and what they number its rows by.
+    """What a function is called with, what messages call it, and what they number the rows by.
 
     parts: of the dictionaries that it returns, one a row; none where it returns numbers.
     """

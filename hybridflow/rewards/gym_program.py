@@ -2,7 +2,7 @@
 
 Imports nothing of hybridflow. Standard input is JSON lines: {"token": ..., "seconds": ...}, then {"task": {...},
 "entry": "a Python literal", "answer": ...} for each answer. It prints the token when it begins, and then a line
-TOKEN SCORE for each answer. An answer is scored by a fork of its own, which ends after so many seconds: 0 of one that
+TOKEN SCORE for each answer. An answer is scored by a separate fork, which ends after so many seconds: 0 of one that
 did not end by itself, or gave no number. An answer that executes can give itself any score.
 """
 

@@ -1,6 +1,6 @@
 """`hybridflow.rewards:math_equal`: whether a response's last formula equals the row's answer, by math-verify and sympy.
 
-math-verify reads LaTeX and plain expressions, sets, intervals, equations and matrices. Its own time limits are off,
+math-verify reads LaTeX and plain expressions, sets, intervals, equations and matrices. The time limits in it are off,
 which would score what they stop as wrong and say nothing: the pool's limit holds, and counts.
 """
 
@@ -17,7 +17,7 @@ def math_equal(
     """
     from math_verify import parse, verify  # takes a second, with sympy: for those who ask for it
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that the limits are off
     scores = []
     for response, expected in zip(responses, columns[answer], strict=True):
         gold = parse(_as_formula(str(expected)), parsing_timeout=None)

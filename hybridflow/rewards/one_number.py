@@ -5,7 +5,7 @@
     one_number("5 or 7")               None: two
     last_number("so 3 + 4 = 7 eggs")   7
 
-Around the one number there may be words, units with their powers, currencies, brackets, and to its left equations.
+Around the one number there may be words, units with their powers, currencies, brackets, and equations to the left.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Calls of reward functions in other processes, as the trainer sees them: a unit goes, its outcome comes.
+"""Calls of reward functions in other processes, as the trainer sees them: a unit goes, an outcome comes.
 
     pool = Pool(specs, PoolLimits(num_workers=4, memory_bytes=4 << 30, max_processes=64), rank=0)
     ticket = pool.submit(0, {"prompts": [...], "responses": [...], "columns": {...}, "rows": [3, 4]})

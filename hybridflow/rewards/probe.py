@@ -1,4 +1,4 @@
-"""What a config's functions are, told by a process that imports their modules and ends: the trainer imports none.
+"""What a config's functions are: a process imports their modules, says so and ends. The trainer imports none.
 
 A module may set signals' handlers, load a model or start threads when it is imported; that belongs into the workers.
 """

@@ -19,7 +19,7 @@ from hybridflow.parallel.child_processes import children as children
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 PAGE = resource.getpagesize()
-STILL_PASSES = 2  # over a tree that nothing new was found in: a process stops a moment after it was told to
+STILL_PASSES = 2  # over a tree that nothing new was found in: a process stops a moment after the signal
 
 
 def end_with_parent(parent: int) -> None:
@@ -43,7 +43,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, their children and so on, parents first; without those that have ended."""
+    """Children, their children and so on, parents first; without those that have ended."""
     return [child for child in _tree(pid) if not _has_ended(child)]
 
 

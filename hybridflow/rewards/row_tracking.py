@@ -2,7 +2,7 @@
 
 reading = RowTracking(len(prompts))
 function(reading.watched(prompts), reading.watched(responses))
-reading.at  # (4,) in the middle of a loop, (0, 1, 2, ...) at its end, (8, ..., 15) after prompts[8:16]
+reading.at  # (4,) in the middle of a loop, (0, 1, 2, ...) at the end, (8, ..., 15) after prompts[8:16]
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class RowTracking:
 
 
 class TrackedRows(list[Any]):
-    """A list that tells `reading` what is read of it. It may be changed: only rows still in their place are told."""
+    """A list that tells `reading` what is read of it. It may be changed: only rows still in their place count."""
 
     def __init__(self, values: Sequence[Any], rows: Sequence[int], reading: RowTracking) -> None:
         super().__init__(values)

@@ -38,9 +38,9 @@ class FunctionCalls:
 
 @dataclass(frozen=True)
 class Scores:
-    """A weighted sum that is yet to be exchanged: what this rank knows of each of its terms, (N,) each, by name.
+    """A weighted sum that is yet to be exchanged: what this rank knows of each term, (N,) each, by name.
 
-    functions: of each function of the sum, what its calls have taken and which rows have failed.
+    functions: of each function of the sum, what the calls have taken and which rows have failed.
     """
 
     terms: tuple[PartialTensor, ...]
@@ -61,7 +61,7 @@ class Scores:
         return total
 
     def by_name(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
-        """(N,) of each term, before its weight."""
+        """(N,) of each term, before the weight."""
         return dict(zip(self.names, wholes[: len(self.terms)], strict=True))
 
     def calls(self, wholes: Sequence[Tensor]) -> FunctionCalls:
@@ -122,7 +122,7 @@ class Scorer:
         """What this rank knows of the scores of every model and function."""
         with self._watch.phase("reward"):
             read = [self._reencoders.get(i, _as_it_is)(rollout, prompts) for i in range(len(self.models))]
-            models = [model.scores(its) for model, its in zip(self.models, read, strict=True)]
+            models = [model.scores(rows) for model, rows in zip(self.models, read, strict=True)]
             functions = self._function_scores(rollout, prompts)
             given = environment_terms(rollout, self._caller.rank, self._caller.world_size)
         terms = (*models, *(part for function in functions for part in function.parts), *given)
@@ -149,7 +149,7 @@ class Scorer:
 
     @property
     def _numbers(self) -> range:
-        """Of the functions in the pool: the section's are its first."""
+        """Of the functions in the pool: those of the section come first."""
         return range(len(self._config.functions) + len(self._config.remote))
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
@@ -191,7 +191,7 @@ def environment_parts(config: EnvironmentConfig) -> tuple[str, ...]:
 def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tuple[PartialTensor, ...]:
     """A term of each part of an environment's reward, which all ranks know.
 
-    A row that has failed has the mean of the others of its prompt. Nothing counts that number.
+    A row that has failed has the mean of the prompt's other rows. Nothing counts that number.
     """
     own = torch.arange(len(rollout))[rank::world_size]
     columns = [_filled(column, rollout.prompt_indices) for column in rollout.environment_rewards.unbind(1)]
@@ -199,7 +199,7 @@ def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tupl
 
 
 def _filled(rewards: Tensor, groups: Tensor) -> Tensor:
-    """(N,) with the mean of those of its group that are numbers for each NaN; 0 where there are none."""
+    """(N,) with the mean of the group's numbers for each NaN; 0 where there are none."""
     there, num_groups = ~rewards.isnan(), int(groups.max()) + 1 if len(groups) else 0
     sums = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, rewards.nan_to_num(0.0).double())
     counts = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, there.double())
@@ -207,7 +207,7 @@ def _filled(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def _part_names(config: RewardConfig) -> tuple[str, ...]:
-    """`model_0`; a function's name, or that with each of its parts; `remote_0`."""
+    """`model_0`; a function's name, or that with each part; `remote_0`."""
     parts = [tuple(function.parts) for function in config.functions] + [()] * len(config.remote)
     functions = [
         f"{name}/{part}" if part else name

@@ -65,14 +65,14 @@ def pool_limits(config: ScoringConfig, num_ranks: int) -> PoolLimits:
 
 
 def function_names(config: ScoringConfig) -> tuple[str, ...]:
-    """What metrics call each of `functions`: its own name, with its number where several have it; then `remote_0`."""
+    """What metrics call each of `functions`: the name, with a number where several have that name; then `remote_0`."""
     own = [function.function.rpartition(":")[2] for function in config.functions]
     named = [name if own.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(own)]
     return (*named, *(f"remote_{i}" for i in range(len(config.remote))))
 
 
 def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
-    """Of each of `functions` and `remote`, of each of its parts."""
+    """Of each of `functions` and `remote`, of each part."""
     of_functions = [
         tuple(function.weight * weight for weight in function.parts.values()) or (function.weight,)
         for function in config.functions
@@ -81,7 +81,7 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
 
 
 def _of_evaluation(right: EvalRewardConfig, functions: Sequence[RewardFunctionConfig]) -> RewardFunctionConfig:
-    """With its own arguments, or those that all of its kind in reward.functions have."""
+    """With the function's arguments, or those that all of the kind in reward.functions have."""
     given = [function.arguments for function in functions if function.function == right.function]
     shared = given[0] if given and all(arguments == given[0] for arguments in given) else {}
     arguments = shared if right.arguments is None else right.arguments

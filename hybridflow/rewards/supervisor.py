@@ -3,7 +3,7 @@
     trainer  --- units --->  supervisor  --- a unit at a time --->  worker, worker, ...      (rewards/worker.py)
              <-- answers --          <-- the answer ----------
 
-It imports no torch and runs no code of a user's; workers are its forks. One that is over its time, holds too much
+It imports no torch and runs no code of a user's; workers are forks. One that is over its time, holds too much
 memory, has too many descendants, or ends, is killed with all that it has started, and another takes its place. When the
 trainer is gone, however it went, the supervisor kills them all and ends. A unit has one answer, whatever happens.
 """
@@ -37,7 +37,7 @@ ANOTHER = "another row that it called took too long"
 
 @dataclass(frozen=True)
 class Charge:
-    """What a supervisor is told when it starts. path: the trainer's sys.path. memory_bytes: of a worker and its own."""
+    """What a supervisor gets. path: the trainer's sys.path. memory_bytes: of a worker and the processes below it."""
 
     specs: tuple[FunctionSpec, ...]
     num_workers: int
@@ -67,7 +67,7 @@ class RowsOfCall:
 
 @dataclass
 class Worker:
-    """functions: those that it may call. deadline: of its start."""
+    """functions: those that it may call. deadline: of the start."""
 
     pid: int
     channel: MessageChannel
@@ -76,7 +76,7 @@ class Worker:
     capacity: int
     deadline: float
     ready: bool = False
-    gone: bool = False  # it has closed its end of the channel
+    gone: bool = False  # the worker has closed the channel
     status: int | None = None  # once it has ended
     units: dict[int, RowsOfCall] = field(default_factory=dict)
     printed: str = ""
@@ -115,7 +115,7 @@ class Supervisor:
             self._trainer.flush()
 
     def end(self) -> None:
-        """Kill all that there is; what its parents leave behind becomes this process's."""
+        """Kill all that there is; what parents leave behind becomes this process's."""
         while left := children(os.getpid()):
             for pid in left:
                 kill_tree(pid)
@@ -251,7 +251,7 @@ class Supervisor:
         units = list(worker.units.values())
         for unit in self._rows.lose(worker.pid, why or ANOTHER):
             self._answer_lost(unit, why or ANOTHER)
-        if not worker.ready and not units:  # it could not even start: whoever waits for it is told
+        if not worker.ready and not units:  # it could not even start: whoever waits must know
             units = self._first_queued(worker)
         for unit in units:
             self._answer_unfinished(worker, unit, why, of_many=len(units) > 1)
@@ -366,7 +366,7 @@ def _poll(readers: Sequence[MessageChannel | int], writers: Sequence[MessageChan
 
 
 def _soon(pid: int) -> int | None:
-    """How it has ended, once its files are closed: that comes a moment before; None if it goes on without them."""
+    """How the process has ended, whose files close a moment before; None if it goes on without them."""
     until = time.monotonic() + 0.2
     while time.monotonic() < until:
         ended, status = os.waitpid(pid, os.WNOHANG)

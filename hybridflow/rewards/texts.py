@@ -19,7 +19,7 @@ def matches(
 ) -> list[float]:
     """1.0 where the response is what the regular expression says, or with `whole: false` has it somewhere; else 0.0.
 
-    The response alone or behind what its prompt begins it with, such as <think>: either may be what it says.
+    The response alone or behind what the prompt begins it with, such as <think>: either may be what it says.
     A dot matches a line's end as well. Python's `re` takes exponential time for some patterns: a row that does so is
     killed, and counts as a time-out.
     """
@@ -35,7 +35,7 @@ def matches(
 
 
 def opening_of(prompt: str) -> str:
-    """The tags at its end, with the space around them, that begin what the assistant says; "" where there are none."""
+    """The tags at the end, with the space around them, that begin what the assistant says; "" where there are none."""
     found = OPENING.search(prompt, max(0, len(prompt) - MOST_OPENED))
     return "" if found is None else found[0]
 

@@ -1,6 +1,6 @@
-"""The process in which reward functions run: forked by `supervisor`, it calls what it is told to, until it is killed.
+"""The process in which reward functions run: forked by `supervisor`, it calls what that asks for, until it is killed.
 
-A message is a unit: the rows of one call. Its answer is the scores and the seconds, or the error, as JSON. A function
+A message is a unit: the rows of one call. The answer is the scores and the seconds, or the error, as JSON. A function
 sees the same whichever process calls it: random numbers begin with the texts of the unit, and hashes of text are those
 of PYTHONHASHSEED=0. What it prints goes to a pipe of the supervisor's; what it leaves of alarms, of another working
 directory or of another sys.stdout is gone when the next is called.
@@ -93,9 +93,9 @@ def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
     while True:
         channel.wait()
         for header, body in channel.receive():
-            its = loaded[header["function"]]
-            answer = (_answer_affine if its.spec.affine else _answer)(its, header["unit"], body)
-            if os.getpid() != own:  # the function has forked, and its child returned as well
+            found = loaded[header["function"]]
+            answer = (_answer_affine if found.spec.affine else _answer)(found, header["unit"], body)
+            if os.getpid() != own:  # the function has forked, and the child returned as well
                 os._exit(0)
             _tidy(home, path)
             channel.send_all(answer)
@@ -104,7 +104,7 @@ def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
 def _run_to_end(serving: Coroutine[Any, Any, None]) -> None:
     """As asyncio.run, but that a task of a user's ends no other: by sys.exit, or by a stop of the loop.
 
-    asyncio gives such a task its exception, and ends the loop besides.
+    asyncio gives such a task the exception, and ends the loop besides.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -123,8 +123,8 @@ async def _serve_many(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> 
     ended = loop.create_future()
 
     async def one(header: Header, body: bytes) -> None:
-        its = loaded[header["function"]]
-        answer = await (_awaited_affine if its.spec.affine else _awaited)(its, header["unit"], body)
+        found = loaded[header["function"]]
+        answer = await (_awaited_affine if found.spec.affine else _awaited)(found, header["unit"], body)
         if os.getpid() != own:
             os._exit(0)
         _flush()
@@ -169,7 +169,7 @@ def _answer_affine(loaded: Loaded, unit: int, body: bytes) -> Header:
 
 
 async def _awaited_affine(loaded: Loaded, unit: int, body: bytes) -> Header:
-    """The same of one that is awaited. Nobody but the supervisor limits its time."""
+    """The same of one that is awaited. Nobody but the supervisor limits the time."""
     started = time.perf_counter()
     try:
         if loaded.function is None:
@@ -195,7 +195,7 @@ async def _awaited(loaded: Loaded, unit: int, body: bytes) -> Header:
         async with limit:
             scores = await await_for_parts(loaded.function, asked)
     except BaseException as error:
-        if limit.expired():  # whatever the function has made of its cancellation
+        if limit.expired():  # whatever the function has made of the cancellation
             return {"unit": unit, "timeout": True, "seconds": time.perf_counter() - started}
         return _failed(unit, asked, error, started)
     return {"unit": unit, "scores": scores, "seconds": time.perf_counter() - started}

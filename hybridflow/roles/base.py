@@ -101,9 +101,7 @@ class Role:
         """Each replica's, balanced by tokens. some: of these rows of the batch alone."""
         if self._alone:
             return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.dp
-        if some is None:
-            return replica_rows(batch, self.grid.dp)
-        return [some[own].tolist() for own in replica_rows(batch.select(some), self.grid.dp)]
+        return replica_rows(batch, self.grid.dp, None if some is None else some.tolist())
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
         """Of this replica's rows, where the role replays them: others choose their own. rows: of each replica."""

@@ -1,4 +1,4 @@
-"""Which attention backend the engine will take, told without importing vLLM.
+"""Which attention backend the engine will take, found without importing vLLM.
 
 From vLLM 0.32.0, `get_attn_backend_cls` of platforms/cpu.py and `_get_backend_priorities` of platforms/cuda.py: the
 first of a list that takes the dtype.
@@ -7,7 +7,7 @@ first of a list that takes the dtype.
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import ConfigError
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its kernel on CPUs is written for
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's kernel on CPUs is written for
 MOST_OF_FLASH, LEAST_OF_TRITON = 256, 32  # sizes of a head; flash attention takes multiples of 8
 HALF_PRECISION_ONLY = ("FLASH_ATTN", "FLASHINFER")
 CUDA_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")

@@ -1,4 +1,4 @@
-"""vLLM as its users have it, on a model directory: for talking to a model, not for training beside it."""
+"""vLLM as users have it, on a model directory: for talking to a model, not for training beside it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class ChatEngine:
         cpu = engine_device().kind == "cpu"
         self._llm = vllm.LLM(
             model=str(model),
-            # vLLM would round float32 weights to 16 bits; on GPUs its attention takes no others
+            # vLLM would round float32 weights to 16 bits; on GPUs the attention takes no others
             dtype="float32" if cpu and _is_float32(model) else "auto",
             max_model_len=max_length,
             max_num_seqs=1,

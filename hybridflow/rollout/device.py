@@ -29,7 +29,7 @@ class EngineDevice(Protocol):
     def kv_cache(self, llm: "LLM") -> KVCache: ...
 
     def finish(self, llm: "LLM", *, pp: int) -> None:
-        """What follows when the engine is built. pp: its pipeline stages."""
+        """What follows when the engine is built. pp: the engine's pipeline stages."""
 
 
 def engine_device() -> EngineDevice:
@@ -44,7 +44,7 @@ class BesideATrainer(TypedDict, total=False):
 
 
 # vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
-# of its kernels for experts, Triton's alone reads their weights as they stand; of the linear layers and experts that it
+# of kernels for experts, Triton's alone reads their weights as they stand; of the linear layers and experts that it
 # would time at every start (on Hopper and later) none is FlashInfer's
 BESIDE_A_TRAINER: BesideATrainer = {
     "gpu_memory_utilization": 0.01,
@@ -60,7 +60,7 @@ class CudaEngine:
     name, backend = "CUDA", "nccl"
 
     def prepare(self) -> None:
-        """vLLM makes a stream of its own the process's current one, for good, when it first asks for it.
+        """vLLM makes a new stream the process's current one, for good, when it first asks for it.
 
         Asked now, models, optimizers and engine all work on that stream, and one pool of torch's allocator serves them.
         """

@@ -1,6 +1,6 @@
 """A vLLM engine in this process that generates with the actor's own weight memory.
 
-Each replica of the rollout layout (pp x tp ranks) generates its own rows. Every request has a seed of its own, so that
+Each replica of the rollout layout (pp x tp ranks) generates rows of the batch. Every request has a seed, so that
 what is drawn depends neither on which other requests share a step nor on how many replicas there are. On CPUs that is
 all; on GPUs both change the order of sums, and so, now and then, a token.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 
 @dataclass(frozen=True)
 class Response:
-    """One finished sequence: its response tokens, their log-probs under the sampling distribution, and why it ended.
+    """One finished sequence: the response tokens, their log-probs under the sampling distribution, and why it ended.
 
     sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
     that has failed. branch_starts: where in `token_ids` further sequences of the row begin, prompts included.
@@ -57,7 +57,7 @@ class RolloutEngine:
 
     A rank of `layout` builds it when all ranks have joined the groups of that layout (`patches.join_groups`, with the
     same `stages`). All ranks of a replica are given the same requests, and each gets every token and log-prob: the last
-    pipeline stage hands its logits to the others, and all draw alike from the requests' seeds. A second engine may be
+    pipeline stage hands the logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
 
     tied: whether the output layer is the embedding.
@@ -123,8 +123,8 @@ class RolloutEngine:
         self.kv_cache = device.kv_cache(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
-        told = routing if place.tp == 0 else None
-        self._routing = None if told is None else self._recorder(told, hooked=hooked)
+        records = routing if place.tp == 0 else None
+        self._routing = None if records is None else self._recorder(records, hooked=hooked)
 
     def _recorder(self, routing: RoutingSizes, *, hooked: bool) -> RoutingRecorder:
         return SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)
@@ -159,7 +159,7 @@ class RolloutEngine:
         assert was_reset, "the prefix cache cannot be reset while requests run"
 
     def parameters(self) -> dict[str, Tensor]:
-        """The engine's parameters by its own names."""
+        """The engine's parameters by vLLM's names."""
         return dict(self._model_runner().model.named_parameters())
 
     def _model_runner(self) -> Any:
@@ -211,7 +211,7 @@ class RolloutEngine:
         return self._most_rows
 
     def add(self, name: str, request: Request, params: "SamplingParams", *, max_tokens: int | None) -> str:
-        """A request from the next step on; its name within vLLM. max_tokens: that it may have, where it is fewer."""
+        """Add a request from the next step on: a name within vLLM. max_tokens: that it may have, where it is fewer."""
         own = params.clone()
         own.seed = request.seed
         if max_tokens is not None and max_tokens < (own.max_tokens or max_tokens + 1):

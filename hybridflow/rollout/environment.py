@@ -8,6 +8,6 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # the default is 1. Every engine then imports FlashInfer before its first token, and fails where FlashInfer is not
+    # the default is 1. Every engine then imports FlashInfer before the first token, and fails where FlashInfer is not
     # installed or does not import. FlashInfer's sampler takes no request with a seed, and all requests here have one
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

@@ -5,7 +5,7 @@ so that the engine's own are never allocated. Post-processing may copy those of 
 until they are pointed at the trainer's once more.
 
 The names asked for are those of the weight table for the layers of a rank's stage; with tied embeddings the last stage
-asks for the embedding by its own name or as lm_head.weight. Layers have their number in the model, not in the stage.
+asks for the embedding by that name or as lm_head.weight. Layers have their number in the model, not in the stage.
 Memory need not be contiguous: the columns that a rank has of o_proj and down_proj may be a view of a wider weight.
 vLLM's compiled code is for weights of certain strides, so the key by which it is kept on disk has to know ours.
 """
@@ -63,7 +63,7 @@ class AliasLoader(BaseModelLoader):
         return model.eval()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        seen: set[nn.Parameter] = set()  # a router's bias is a parameter of its experts too
+        seen: set[nn.Parameter] = set()  # a router's bias is a parameter of the experts too
         for prefix, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if parameter not in seen:

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 needs in order to live inside a trainer. Each change has its reason; none is made elsewhere."""
+"""What vLLM 0.32.0 needs in order to live inside a trainer. Each change has a reason; none is made elsewhere."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ def prepare_vllm() -> None:
     Errors: EnvironmentProblem where vLLM is not installed, is another release, or is built for another device.
     """
     set_environment()
-    # the default. With 0 vLLM tries all pairs of GPUs when a group is made, and asks for its "world" group, whose
+    # the default. With 0 vLLM tries all pairs of GPUs when a group is made, and asks for the "world" group, whose
     # barrier it takes to span the ranks of this host: here there is none yet, and later it is one of a replica
     os.environ["VLLM_SKIP_P2P_CHECK"] = "1"
     try:
@@ -57,7 +57,7 @@ def prepare_vllm() -> None:
 
 
 def _check_platform(device: EngineDevice) -> None:
-    """The engine computes where the trainer does: vLLM is built for one kind of device and chooses by its build."""
+    """The engine computes where the trainer does: vLLM is built for one kind of device and chooses by the build."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device.kind:
@@ -93,7 +93,7 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
     """Hand vLLM the process groups of `layout` and the layers of each pipeline stage, in place of earlier ones.
 
     Every rank of the world calls this, with the same layouts in the same order; a rank outside the layout gets groups
-    of its own and builds no engine. Where groups exist already vLLM checks their sizes alone, so they may be at
+    of one and builds no engine. Where groups exist already vLLM checks their sizes alone, so they may be at
     intervals, but they must ascend: torch sorts the ranks of a group and vLLM does not, so that a descending one gives
     wrong tokens and no error.
     """
@@ -106,14 +106,14 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
     def group(name: str, lists: Iterable[Iterable[int]]) -> "GroupCoordinator":
         return _group(name, (*map(tuple, lists), *outside), local_rank, world_group())
 
-    # in its "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
+    # in "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
     state._WORLD = state._TP = state._ETP = state._EP = group("tp", layout.tp_groups())
     state._PP = group("pp", layout.pp_groups())
     state._DCP = state._PCP = state._DP = group("single", ([rank] for rank in layout.ranks))
 
 
 def _partition_layers(pp: int, stages: Stages) -> None:
-    """vLLM has its own idea of an uneven partition (0.32.0: the last stage gets fewer layers) unless this says ours."""
+    """vLLM has another idea of an uneven partition (0.32.0: the last stage gets fewer layers) unless this says ours."""
     os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
     if pp > 1:
         assert len(stages) == pp, f"{len(stages)} stages of layers for {pp} pipeline stages"

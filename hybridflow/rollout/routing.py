@@ -1,12 +1,12 @@
 """Which experts the engine chose for each token, for a trainer that replays them (`models.routing`).
 
-vLLM 0.32.0 returns them from its newer runner (V2) alone. On the older one (V1), which a CPU and an engine of pipeline
-stages have, each router tells its choice to a function of ours, and the choice is kept where the token's keys and
+vLLM 0.32.0 returns them from the newer runner (V2) alone. On the older one (V1), which a CPU and an engine of pipeline
+stages have, each router tells the choice to a function of ours, and the choice is kept where the token's keys and
 values are: in the slots of the KV cache, of which there is one a token.
 
     slots       block of the cache x tokens a block + place in the block
     records     (slots, layers of this stage, k), beside the cache
-    a request   owns blocks; when it is finished the records of their slots are its tokens' experts
+    a request   owns blocks; when it is finished the records of their slots are the experts of the request's tokens
 
 So nobody has to know which row of a step is whose, in how many steps a prompt was read, or what was computed again. And
 a token that the prefix cache supplied has the experts of the request that computed it: it has that one's block.
@@ -52,7 +52,7 @@ class ReturnedRouting:
 
 
 class SlotRecorder:
-    """Records on V1. Its hooks are called in every step of the model that no graph replays."""
+    """Records on V1. The hooks are called in every step of the model that no graph replays."""
 
     def __init__(self, runner: Any, sizes: RoutingSizes) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -84,7 +84,7 @@ class SlotRecorder:
         self._records[slots, column] = experts.to(self._records.dtype)
 
     def experts(self, name: str, output: "CompletionOutput", num_tokens: int) -> Tensor:
-        """See `RoutingRecorder`. The runner forgets a finished request when its next step begins."""
+        """See `RoutingRecorder`. The runner forgets a finished request when the runner's next step begins."""
         (blocks,) = self._runner.requests[name].block_ids
         places = torch.arange(num_tokens)
         slots = torch.tensor(blocks)[places // self._block_tokens] * self._block_tokens + places % self._block_tokens

@@ -4,7 +4,7 @@
     of_rows   from these to the replica that computes a row now; a row that is computed where it is kept stays
     portable  to rank 0, for a file
 
-A record is (tokens, layers, k). Each rank of the replica that keeps it has the layers of its own pipeline stage; no
+A record is (tokens, layers, k). Each rank of the replica that keeps it has the layers of the rank's pipeline stage; no
 other rank has anything of it. Rows name their records by numbers, `RolloutBatch.record_ids`, alike on all ranks: so
 every rank knows what goes where, and no rank asks.
 """
@@ -57,7 +57,7 @@ class RoutingRecords:
     def __init__(
         self, sizes: RoutingSizes, actor: Layout, *, rank: int, world: Exchange, replicas: Exchange | None
     ) -> None:
-        """actor: its layout. replicas: between the ranks that stand alike in the actor's replicas; None outside."""
+        """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside."""
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
         self._stages = actor.stages(sizes.num_layers)
@@ -67,7 +67,7 @@ class RoutingRecords:
         self._next = 0
 
     def keep(self, batch: RolloutBatch, recorded: Recorded) -> RolloutBatch:
-        """The batch with its rows' records. Collective over the world.
+        """The batch with the records of the rows. Collective over the world.
 
         A row is kept by the replica that computes it when the whole batch is computed.
         """
@@ -101,7 +101,7 @@ class RoutingRecords:
         return numbered
 
     def take(self, batch: RolloutBatch, experts: Tensor) -> RolloutBatch:
-        """The batch with records that every rank has read from a file, of which each keeps its own. Local.
+        """The batch with records that every rank has read from a file, of which each keeps a part. Local.
 
         experts: (T, layers, k).
         """
@@ -118,7 +118,7 @@ class RoutingRecords:
         self._kept = {number: kept for number, kept in self._kept.items() if number in alive}
 
     def of_rows(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts:
-        """The experts of the rows that this rank's replica computes, in its stage's layers.
+        """The experts of the rows that this rank's replica computes, in the layers of the rank's stage.
 
         rows: of each replica those that it computes. Collective over the ranks that stand alike in the replicas; they
         meet where one of them needs what another keeps.
@@ -152,9 +152,9 @@ class RoutingRecords:
 
         On other ranks without either. Collective over the world.
         """
-        told = {name: tensor for name, tensor in tensors.items() if name != IDS}
+        portable = {name: tensor for name, tensor in tensors.items() if name != IDS}
         if IDS not in tensors:
-            return told
+            return portable
         ids, lengths = tensors[IDS].tolist(), tensors["lengths"].tolist()
         world = range(self._world.group.size())
 
@@ -177,8 +177,8 @@ class RoutingRecords:
             for sent, found in arrived:
                 for row, experts in found.items():
                     whole[starts[row] : starts[row] + lengths[row], list(sent.layers)] = experts
-            told[EXPERTS] = whole
-        return told
+            portable[EXPERTS] = whole
+        return portable
 
     # ---- inside
 
@@ -220,9 +220,9 @@ class RoutingRecords:
         tokens = [sum(lengths[row] for row in parcel.rows) for parcel in incoming]
         sizes = [count * len(parcel.layers) * per_layer for count, parcel in zip(tokens, incoming, strict=True)]
         found = []
-        for parcel, told in zip(incoming, exchange.swap(outgoing, sizes), strict=True):
-            if len(told):
-                whole = told.view(self.sizes.dtype).view(-1, len(parcel.layers), self.sizes.chosen)
+        for parcel, sent in zip(incoming, exchange.swap(outgoing, sizes), strict=True):
+            if len(sent):
+                whole = sent.view(self.sizes.dtype).view(-1, len(parcel.layers), self.sizes.chosen)
                 of_rows = whole.split([lengths[row] for row in parcel.rows])
                 found.append((parcel, dict(zip(parcel.rows, of_rows, strict=True))))
         return found

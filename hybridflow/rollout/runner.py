@@ -1,7 +1,7 @@
-"""Which of vLLM 0.32.0's two model runners an engine gets. vLLM would choose by itself; here it is told.
+"""Which of vLLM 0.32.0's two model runners an engine gets. vLLM would choose by itself; here hybridflow does.
 
 The older one (V1) runs everywhere. The newer one (V2) needs Triton, knows no pipeline of stages that torchrun has
-started, and holds at most so many ids of a request in its tables: with more it fails at the first request, when
+started, and holds at most so many ids of a request in tables: with more it fails at the first request, when
 everything is loaded. It schedules the next step while the GPU computes one, and draws other tokens from a seed than V1.
 """
 
@@ -29,7 +29,7 @@ def choose_runner(sampling: SamplingConfig, *, cuda: bool, triton: bool, pp: int
 
 
 def second_runner(sampling: SamplingConfig, *, cuda: bool, pp: int) -> bool:
-    """Whether V2 can do what is asked; its tables hold what each request says."""
+    """Whether V2 can do what is asked; the tables hold what each request says."""
     return (
         cuda
         and pp == 1

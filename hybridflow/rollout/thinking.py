@@ -1,4 +1,4 @@
-"""What a model has written inside its thinking: no call of a tool, though it may look like one.
+"""What a model has written while it thinks: no call of a tool, though it may look like one.
 
 hidden = Thinking.hidden("so <tool_call>...</tool_call> or not</think>I call nothing", "<tool_call>")
 hidden.text                     # the thoughts are a word each

@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a turn says beside its calls, and these."""
+    """What a turn says beside calls, and the calls."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -59,7 +59,7 @@ class ToolCallParser:
             raise ToolError(f"tools: {' '.join(str(error).split())}") from error
         try:
             self._parser: Any = found(tokenizer, self._request.tools)
-        except Exception as error:  # each parser refuses a tokenizer without its tokens in a way of its own
+        except Exception as error:  # each parser refuses a tokenizer without the needed tokens in another way
             raise ConfigError(f"{KEY} = {name}: does not go with the actor's tokenizer: {error}") from error
         self._opening: str = getattr(self._parser, "tool_call_start_token", "") or ""
 
@@ -121,7 +121,7 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """vLLM's parsers log a traceback for each call that they cannot read: the model's mistake, which it is told."""
+    """vLLM's parsers log a traceback for each call that they cannot read: the model hears of this mistake."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

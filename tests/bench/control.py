@@ -369,6 +369,9 @@ class Prompts:
 
         return PromptOrder(self._count, seed, shuffle, position=position)
 
+    def start_ahead(self, order: Any, count: int) -> None:
+        return
+
     def draw(self, order: Any, count: int) -> Any:
         import torch
 

@@ -66,6 +66,9 @@ class GivenPrompts:
     def order(self, seed: int, shuffle: bool, *, position: int = 0) -> PromptOrder:
         return PromptOrder(self.count, seed, shuffle, position=position)
 
+    def start_ahead(self, order: PromptOrder, count: int) -> None:
+        """No environment has instances to start."""
+
     def draw(self, order: PromptOrder, count: int) -> DrawnPrompts:
         numbers = tuple(order.next(count))
         return DrawnPrompts(self.batch(list(numbers)), numbers, Dropped())

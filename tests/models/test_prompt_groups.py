@@ -206,3 +206,13 @@ def test_micro_batches_do_not_depend_on_the_order_of_the_rows() -> None:
 def test_a_row_beyond_the_budget_fails_with_its_length() -> None:
     with pytest.raises(AssertionError, match="row 1 has 9 tokens, the budget is 8"):
         alone([5, 9], [0, 1], 8)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+def test_some_rows_alone_are_dealt_out_as_a_batch_of_them_is(num_replicas: int) -> None:
+    """Also where the longest row is none of them."""
+    rows = [*((0, A * 3, size) for size in (1, 3, 2, 90, 4)), (1, B, 5), (2, A, 40), (1, B, 3)]
+    batch = batch_of(rows)
+    some = torch.tensor([0, 1, 2, 4, 5, 7])
+    expected = [some[own].tolist() for own in replica_rows(batch.select(some), num_replicas)]
+    assert replica_rows(batch, num_replicas, some.tolist()) == expected
