@@ -285,7 +285,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "trust_remote_code",
-        "there is none here: no run executes code of a model directory; tools.convert has --trust-remote-code",
+        "there is none here: no run executes code of a model directory; hybridflow convert has --trust-remote-code",
     ),
     ("", "enable_ema", "there is none here: no average of the weights is kept"),
     # ---- optimizers
@@ -371,8 +371,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "nnodes n_gpus_per_node num_nodes num_gpus_per_node gpus_per_node num_gpus "
         "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ref_num_nodes "
         "ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node num_processes",
-        "there is none here: torchrun or launch/run.py says how many ranks there are, ROLE.ranks which of them a model "
-        "has",
+        "there is none here: --nproc or a hostfile says how many ranks there are, ROLE.ranks which of them a model has",
     ),
     (
         "rollout.ranks",
