@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from docs import draw_architecture, generate
-from docs.generator.api import with_lists
+from docs.generator.api import NAMES, with_lists
 from docs.generator.command_lines import parser_of, subcommands, why_not
 from docs.generator.families import LAYOUTS, marks
 from docs.generator.fields import objectives_table
@@ -379,7 +379,7 @@ def test_the_tables_of_the_page_on_algorithms_are_current() -> None:
 
 
 def test_the_fields_that_objectives_read_are_those_of_the_code() -> None:
-    rows = [line.strip("|\n ").split(" | ") for line in objectives_table().splitlines()[2:]]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in objectives_table().splitlines()[2:]]
     assert {what: names for what, names, *_ in rows} == {
         "`run.policy_loss`, `policy.kind` `clip`, `dual_clip`, `gspo`, `cispo`, `sapo`, `reinforce`": (
             "`log_probs`, `advantages`"

@@ -23,13 +23,12 @@ class Public:
     """A public name.
 
     file: of the package, where it is defined. bases: (file, class) of inherited members. members: those that are shown,
-    None for all without an underscore. fields: whether the fields of a dataclass are shown.
+    None for all without an underscore.
     """
 
     file: str
     bases: tuple[tuple[str, str], ...] = ()
     members: tuple[str, ...] | None = None
-    fields: bool = True
 
 
 RUN = Public("flows/run.py", bases=(("flows/iteration_data.py", "IterationData"),))
@@ -208,9 +207,8 @@ def _class(node: ast.ClassDef, public: Public) -> str:
     file = (ROOT / "hybridflow" / public.file).read_text().splitlines()
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
     fields = [each for each in fields if not ast.unparse(each.target).startswith("_")]
-    if fields and public.fields:
-        lines[0] += ":"
-        lines += [line for each in fields for line in file[each.lineno - 1 : each.end_lineno]]
+    lines += [line for each in fields for line in file[each.lineno - 1 : each.end_lineno]]
+    lines[0] += ":" if fields else ": ..."
     return "\n".join(lines)
 
 
@@ -237,14 +235,12 @@ def _signature(node: Function, *, member: bool = False) -> str:
     result = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
     if "property" in marks:
         return f"{node.name}: {ast.unparse(node.returns) if node.returns is not None else 'Any'}"
-    arguments = [
-        re.sub(r"=", " = ", each, count=1) if ": " in each else each for each in _split(ast.unparse(node.args))
-    ]
+    arguments = [re.sub("=", " = ", each, count=1) if ": " in each else each for each in _split(ast.unparse(node.args))]
     arguments = arguments[1:] if member and "staticmethod" not in marks else arguments
-    head = f"{'@classmethod' + chr(10) if 'classmethod' in marks else ''}def {node.name}("
-    if len(line := f"def {node.name}({', '.join(arguments)}){result}") <= WIDTH:
-        return line if "classmethod" not in marks else f"@classmethod\n{line}"
-    return head + "".join(f"\n    {each}," for each in arguments) + f"\n){result}"
+    line = f"def {node.name}({', '.join(arguments)}){result}: ..."
+    if len(line) > WIDTH:
+        line = f"def {node.name}(" + "".join(f"\n    {each}," for each in arguments) + f"\n){result}: ..."
+    return f"@classmethod\n{line}" if "classmethod" in marks else line
 
 
 def _split(text: str) -> Iterator[str]:

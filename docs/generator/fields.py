@@ -27,12 +27,12 @@ OF_ROLLOUT: Mapping[str, str] = {
     "branch_starts": "the first token of each further sequence of a row",
 }
 READ: Mapping[str, str] = {
-    "log_probs": "`run.old_log_probs(rollout)`, made whole",
-    "advantages": "what the flow computes",
-    "rollout_log_probs": "the rollout",
-    "ref_log_probs": "`run.ref_log_probs(rollout)`, made whole",
-    "values": "`run.critic.values(rollout)`, made whole",
-    "returns": "what the flow computes",
+    "log_probs": "`run.old_log_probs(rollout)`",
+    "advantages": "the flow",
+    "rollout_log_probs": "`run.generate()`",
+    "ref_log_probs": "`run.ref_log_probs(rollout)`",
+    "values": "`run.critic.values(rollout)`",
+    "returns": "the flow",
 }
 SHAPES = {Per.TOKEN: "(T,)", Per.SEQUENCE: "(N,)", Per.REWARDED_SEQUENCE: "(N, parts)"}
 COUNT = 4  # tokens that an objective is asked about
