@@ -112,6 +112,7 @@ def test_arguments_in_docstrings_become_lists() -> None:
     text = "Adds.\n\nOf two numbers.\none, other: the\nnumbers\nErrors: none.\n\nMore: text."
     items = "- `one`, `other`: the\n  numbers\n- Errors: none."
     assert with_lists(text) == f"Adds.\n\nOf two numbers.\n\n{items}\n\nMore: text."
+    assert with_lists("Computes the\nvalues: see there.") == "Computes the\nvalues: see there."
 
 
 # ------------------------------------------------------------------------------------------------ command lines
@@ -168,6 +169,8 @@ def _command_line(words: list[str]) -> list[str] | str | None:
     if first in ("python", "python3", "torchrun") and "-m" in words:
         at = words.index("-m")
         module, rest = words[at + 1], words[at + 2 :]
+        if module == "hybridflow":
+            return rest
         if module in MODULES:
             return [MODULES[module], *rest]
         path = ROOT.joinpath(*module.split("."))
@@ -204,6 +207,7 @@ def _unknown_keys(command: list[str]) -> list[str]:
         ("hybridflow train configs/quickstort.yaml", "there is no configs/quickstort.yaml"),
         ("torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml --nope", "unrecognized"),
         ("python -m tests.bench.nothing", "no module"),
+        ("torchrun --nproc-per-node 2 -m hybridflow convert A", "invalid choice"),
         ("OMP_NUM_THREADS=1 bash launch/nothing.sh && true", "there is no launch/nothing.sh"),
         ("hybridflow convert hf-to-megatron A", "the following arguments are required"),
     ],

@@ -145,7 +145,8 @@ config names them as `hybridflow.rewards:NAME`.
 
 
 def page() -> str:
-    return HEAD + re.sub(r"^::: (\S+)\n", lambda match: f"{entry(match[1])}\n", TEMPLATE, flags=re.MULTILINE)
+    text = re.sub(r"^::: (\S+)\n", lambda match: f"{entry(match[1])}\n", TEMPLATE, flags=re.MULTILINE)
+    return HEAD + re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def entry(name: str) -> str:
@@ -173,7 +174,8 @@ def with_lists(text: str) -> str:
     lines: list[str] = []
     within = False
     for line in text.splitlines():
-        found = NAMED.fullmatch(line)
+        begins = within or not lines or re.search(r"[.:]$|^$", lines[-1])  # else a sentence goes on with such a word
+        found = NAMED.fullmatch(line) if begins else None
         if found:
             lines += [*([] if within else [""]), f"- {_names(found['names'])}: {found['text']}"]
             within = True
@@ -182,7 +184,7 @@ def with_lists(text: str) -> str:
             within = False
         else:
             lines.append(f"  {line}" if within and not line.startswith(" ") else line)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    return "\n".join(lines)
 
 
 def _names(names: str) -> str:
@@ -203,13 +205,16 @@ def _defined(file: str, name: str) -> ast.ClassDef | Function:
 def _class(node: ast.ClassDef, public: Public) -> str:
     """The class line and the fields, as the source has them, without their descriptions."""
     bases = ", ".join(map(ast.unparse, node.bases))
-    lines = [f"class {node.name}{f'({bases})' if bases else ''}"]
-    file = (ROOT / "hybridflow" / public.file).read_text().splitlines()
-    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-    fields = [each for each in fields if not ast.unparse(each.target).startswith("_")]
-    lines += [line for each in fields for line in file[each.lineno - 1 : each.end_lineno]]
-    lines[0] += ":" if fields else ": ..."
-    return "\n".join(lines)
+    fields = [line for file, name in ((public.file, node.name), *public.bases) for line in _fields(file, name)]
+    head = f"class {node.name}{f'({bases})' if bases else ''}:"
+    return "\n".join([head, *fields] if fields else [f"{head} ..."])
+
+
+def _fields(file: str, name: str) -> Iterator[str]:
+    lines = (ROOT / "hybridflow" / file).read_text().splitlines()
+    for each in _defined(file, name).body:
+        if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_"):
+            yield from lines[each.lineno - 1 : each.end_lineno]
 
 
 def _members(node: ast.ClassDef, public: Public) -> dict[str, list[Function]]:

@@ -87,8 +87,8 @@ def print_search(
         console.print(Text(line))
     _written(found.plans[0], output, svg, source, console)
     if output is not None:
-        line = Text(_command(output, world_size, facts.profile.ranks_per_host))
-        console.print(line, soft_wrap=True)  # to be copied
+        command = _command(output, world_size, facts.profile.ranks_per_host)
+        console.print(Text(command), soft_wrap=True)  # to be copied
 
 
 def _lengths(work: "Work") -> str:
