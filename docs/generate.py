@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))  # before docs/, which is no place of packages
 
-from docs.generator import algorithms, cli, config_keys, families, metrics, statuses  # noqa: E402 (needs that path)
+from docs.generator import algorithms, api, cli, config_keys, families, fields, metrics, statuses  # noqa: E402 (needs that path)
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli.page,
@@ -25,6 +25,13 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/metrics.md": metrics.page,
     "reference/exit-statuses.md": statuses.page,
     "reference/algorithms.md": algorithms.page,
+    "reference/api.md": api.page,
+}
+# the first word behind `generated:` -> what writes such a part
+PARTS: Mapping[str, Callable[[str], str]] = {
+    "family": families.part,
+    "layouts": families.part,
+    "fields": fields.part,
 }
 # in pages written by hand: from `<!-- generated: NAME ... -->` to `<!-- end of generated -->`
 MARKED = re.compile(r"(<!-- generated: (?P<what>[^>]*?) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -43,7 +50,8 @@ def with_parts(text: str) -> str:
     """A page by hand, its generated parts anew."""
 
     def renewed(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{families.part(match['what']).strip()}\n\n{match[3]}"
+        written = PARTS[match["what"].split()[0]](match["what"])
+        return f"{match[1]}\n{written.strip()}\n\n{match[3]}"
 
     return MARKED.sub(renewed, text)
 

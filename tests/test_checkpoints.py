@@ -28,10 +28,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("runs/math")
 
 
-def save(run: Path, iteration: int, *, metrics: dict[str, float] | None = None, **changes: Any) -> Path:
+def save(
+    run: Path, iteration: int, *, metrics: dict[str, float] | None = None, model: str = "actor", **changes: Any
+) -> Path:
     """A checkpoint of that iteration, written at noon of that day of January."""
     root = run / "checkpoints"
-    partial = begin(root, iteration, ["actor"])
+    partial = begin(root, iteration, [model])
     config = {"name": "math", "output_dir": "runs", "checkpoint": {"load": "auto"}}
     tree = {
         "format": 1,
@@ -42,7 +44,7 @@ def save(run: Path, iteration: int, *, metrics: dict[str, float] | None = None, 
     }
     (partial / STATE).write_text(json.dumps(tree | changes))
     (partial / "config.yaml").write_text("name: math\n")
-    (partial / "actor" / "__0_0.distcp").write_bytes(WEIGHTS)
+    (partial / model / "__0_0.distcp").write_bytes(WEIGHTS)
     step = publish(root, iteration, partial, {})
     noon = datetime(2026, 1, iteration, 12).timestamp()
     os.utime(step / MANIFEST, (noon, noon))
@@ -50,8 +52,9 @@ def save(run: Path, iteration: int, *, metrics: dict[str, float] | None = None, 
 
 
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]):
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """(status, the cells of the table by its first, the lines below it)."""
+    monkeypatch.setattr("hybridflow.cli.checkpoints.as_typed", lambda: "hybridflow")
 
     def run_it(*arguments: object) -> tuple[int, dict[str, list[str]], list[str]]:
         status = main([*map(str, arguments)])
@@ -80,7 +83,7 @@ def test_every_checkpoint_has_a_row(run: Path, shown) -> None:
         assert rows["2"][1:] == ["2026-01-02 12:00", "0.5", "0.0123", "complete"]
         assert rows["10"] == [f"{size / 1000:.1f} kB", "2026-01-10 12:00", "0.75", "-", "complete, latest"]
         assert list(rows) == ["iteration", "2", "10"]
-        train = f"torchrun --nproc-per-node N -m hybridflow.train {step}/config.yaml"
+        train = f"hybridflow train {step}/config.yaml --nproc N"
         assert lines == [
             "",
             f"resume from 10 with the command that began the run, or: {train}",
@@ -100,12 +103,19 @@ def test_one_checkpoint_is_shown_alone(run: Path, shown) -> None:
     assert lines[-1] == like("convert 2: hybridflow convert megatron-to-hf 'runs/the best/actor' OUT")
 
 
+def test_a_reward_models_checkpoint_is_converted_from_the_directory_that_it_has(run: Path, shown) -> None:
+    step = save(run, 2, model="reward_model")
+    _, _, lines = shown(run)
+    assert lines[-1] == f"convert 2: hybridflow convert megatron-to-hf {step}/reward_model OUT"
+    assert (step / "reward_model").is_dir() and not (step / "actor").exists()
+
+
 def test_a_run_that_was_moved_is_gone_on_from_where_it_is(run: Path, shown) -> None:
     config = {"name": "math", "output_dir": "runs", "checkpoint": {"load": "none"}}
     save(run, 2, config=config)
     moved = run.rename("elsewhere")
     _, _, lines = shown(moved)
-    assert lines[1].endswith(f"/config.yaml output_dir={Path.cwd()} name=elsewhere checkpoint.load=auto")
+    assert lines[1].endswith(f"/config.yaml --nproc N output_dir={Path.cwd()} name=elsewhere checkpoint.load=auto")
 
 
 def test_chosen_metrics_take_the_place_of_the_usual(run: Path, shown) -> None:

@@ -3,6 +3,8 @@
 `tests/pages.py` says how a page excepts a block. tests/test_docs_runs.py runs what a page marks as runnable.
 """
 
+import importlib
+import inspect
 import re
 import tomllib
 from functools import cache
@@ -13,8 +15,10 @@ import pytest
 import yaml
 
 from docs import draw_architecture, generate
+from docs.generator.api import NAMES, with_lists
 from docs.generator.command_lines import parser_of, subcommands, why_not
 from docs.generator.families import LAYOUTS, marks
+from docs.generator.fields import objectives_table
 from docs.hooks import with_links
 from hybridflow.architecture.families import FAMILIES
 from hybridflow.cli.main import COMMANDS
@@ -105,12 +109,10 @@ def test_links_to_the_repository(link: str, source: str, page: str, expected: st
 
 def test_arguments_in_docstrings_become_lists() -> None:
     """On the page of the Python API."""
-    pytest.importorskip("griffe", reason="the extra docs is not installed")
-    from docs.docstrings import with_lists
-
     text = "Adds.\n\nOf two numbers.\none, other: the\nnumbers\nErrors: none.\n\nMore: text."
     items = "- `one`, `other`: the\n  numbers\n- Errors: none."
     assert with_lists(text) == f"Adds.\n\nOf two numbers.\n\n{items}\n\nMore: text."
+    assert with_lists("Computes the\nvalues: see there.") == "Computes the\nvalues: see there."
 
 
 # ------------------------------------------------------------------------------------------------ command lines
@@ -167,6 +169,8 @@ def _command_line(words: list[str]) -> list[str] | str | None:
     if first in ("python", "python3", "torchrun") and "-m" in words:
         at = words.index("-m")
         module, rest = words[at + 1], words[at + 2 :]
+        if module == "hybridflow":
+            return rest
         if module in MODULES:
             return [MODULES[module], *rest]
         path = ROOT.joinpath(*module.split("."))
@@ -203,6 +207,7 @@ def _unknown_keys(command: list[str]) -> list[str]:
         ("hybridflow train configs/quickstort.yaml", "there is no configs/quickstort.yaml"),
         ("torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml --nope", "unrecognized"),
         ("python -m tests.bench.nothing", "no module"),
+        ("torchrun --nproc-per-node 2 -m hybridflow convert A", "invalid choice"),
         ("OMP_NUM_THREADS=1 bash launch/nothing.sh && true", "there is no launch/nothing.sh"),
         ("hybridflow convert hf-to-megatron A", "the following arguments are required"),
     ],
@@ -370,6 +375,38 @@ def test_what_stands_above_a_block_is_understood(page: Path) -> None:
 def test_the_pages_of_the_reference_are_current() -> None:
     found = {generate.DOCS / name: page() for name, page in generate.PAGES.items()}
     assert generate.stale(found) == [], "python docs/generate.py writes them anew"
+
+
+def test_the_tables_of_the_page_on_algorithms_are_current() -> None:
+    text = (DOCS / "extend" / "algorithm.md").read_text()
+    assert generate.with_parts(text) == text, "python docs/generate.py writes them anew"
+
+
+def test_the_fields_that_objectives_read_are_those_of_the_code() -> None:
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in objectives_table().splitlines()[2:]]
+    assert {what: names for what, names, *_ in rows} == {
+        "`run.policy_loss`, `policy.kind` `clip`, `dual_clip`, `gspo`, `cispo`, `sapo`, `reinforce`": (
+            "`log_probs`, `advantages`"
+        ),
+        "more with `policy.importance`": "`rollout_log_probs`",
+        "more with `policy.entropy_coef`": "",
+        "more with `kl.use: loss`": "`ref_log_probs`",
+        "`value_loss(0.2)`": "`values`, `returns`",
+        "`value_loss(None)`, without a clip": "`returns`",
+        "`negative_log_likelihood()`": "",
+    }
+
+
+def test_the_page_of_the_api_has_every_public_name_and_signatures_as_they_are() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    assert [name for name in NAMES if f"### `{name}` {{ #{name} }}" not in text] == []
+    for name in (name for name in NAMES if name.startswith(("hybridflow.rewards.", "hybridflow.environments."))):
+        module, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(module), last)
+        described = inspect.getdoc(found)
+        assert described is not None and described.splitlines()[0] in text, name
+    assert "columns: dict[str, list[Any]],\n    *,\n    answer: str = 'answer',\n) -> list[float]" in text
+    assert ":::" not in text
 
 
 @pytest.mark.thorough

@@ -124,6 +124,17 @@ def test_every_key_of_theirs_names_ours(ours: str, theirs: str, note: str) -> No
         ("critic.optim.lr", "here it is critic.optimizer.lr"),
         ("critic.lr", "here it is critic.optimizer.lr"),
         ("reference.learning_rate", "here it is actor.optimizer.lr"),
+        ("actor_rollout_ref.ref.megatron.expert_model_parallel_size", "here it is reference.expert_parallel_size"),
+        ("critic.megatron.expert_tensor_parallel_size", "here it is critic.expert_tensor_parallel_size"),
+        ("actor_rollout_ref.rollout.expert_parallel_size", "here it is rollout.enable_expert_parallel (true or"),
+        (
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
+            "here it is actor.num_layers_in_last_pipeline_stage",
+        ),
+        ("async_training.staleness_threshold", "async_training: unknown key; there is none here: every batch is of"),
+        ("reward_model.reward_manager", "here it is reward.functions.0.per and reward.overlong (no manager"),
+        ("reward.reward_manager.name", "here it is reward.functions.0.per and reward.overlong (no manager"),
+        ("reward_manager.name", "here it is reward.functions.0.per and reward.overlong (no manager"),
         ("reward.tensor_model_parallel_size", "here it is reward.models.0.tensor_parallel_size"),
         ("rollout.precision", "here it is actor.dtype (bfloat16 or float32)"),
         ("algorithm.kl_loss_coef", "here it is algorithm.kl.coef"),
@@ -172,6 +183,13 @@ def test_a_whole_section_is_told_key_by_key() -> None:
         like("x.yaml: trainer.lr: unknown key; here it is actor.optimizer.lr"),
         like("x.yaml: trainer: 5 more unknown keys in it: trainer.foo0, trainer.foo1, trainer.foo2, ..."),
     ]
+
+
+def test_a_key_named_with_its_section_is_told_beside_the_section() -> None:
+    tree = {"enable": True, "path": "x", "reward_manager": "dapo"}
+    assert list(leaves(tree, ("reward_model",))) == [("reward_model", "reward_manager"), ("reward_model",)]
+    assert list(leaves({"enable": True}, ("reward_model",))) == [("reward_model",)]
+    assert list(leaves({"reward_manager": "dapo"}, ("reward_model",))) == [("reward_model", "reward_manager")]
 
 
 def test_leaves_end_where_a_key_is_known() -> None:

@@ -143,7 +143,7 @@ def test_where_no_choice_fits_that_is_a_line_of_the_host(config: Path, monkeypat
     monkeypatch.setattr(participant, "memory_here", lambda ranks: LEAST_MEMORY + 1000)
     [found] = [f for f in health.run(config, AUTO).findings if f.status == "fail"]
     assert (found.area, found.name, found.host) == ("inputs", "config", "here")
-    assert "no layout fits on 1 ranks of a CPU" in found.value and "the least is" in found.value
+    assert "no layout fits on 1 rank of a CPU" in found.value and "the least is" in found.value
 
 
 # ------------------------------------------------------------------------------------------------ several

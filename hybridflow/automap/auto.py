@@ -23,6 +23,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.ranks import counted
 
 SECONDS = 60.0  # that it may take to choose
 
@@ -97,14 +98,14 @@ def _check_ranks(config: AnyConfig, world_size: int) -> None:
         lie = {"rollout": config.rollout.ranks, **lie}
     for name, ranks in lie.items():
         if ranks is not None and ranks[-1] >= world_size:
-            raise ConfigError(f"{name}.ranks names rank {ranks[-1]}, the run has {world_size} ranks")
+            raise ConfigError(f"{name}.ranks names rank {ranks[-1]}, the run has {counted(world_size)}")
 
 
 def reasons_of(found: Found, facts: Facts) -> list[str]:
     """Why these values."""
     best, room = found.plans[0], facts.memory_bytes - facts.margin_bytes
     lines = [
-        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest predicted layout that fits in "
+        f"auto: on {counted(found.request.world_size)} of {facts.what}, the fastest predicted layout that fits in "
         f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.bytes)} GiB on rank "
         f"{best.fullest.rank} ({best.fullest.moment})"
     ]
@@ -118,7 +119,7 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
 def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[str]:
     """The tightest constraint, and the least that would fit."""
     room = gib(request.memory_bytes)
-    lines = [f"no layout fits on {request.world_size} ranks of {what} with room for {room} GiB a rank"]
+    lines = [f"no layout fits on {counted(request.world_size)} of {what} with room for {room} GiB a rank"]
     if least.plan is None:
         lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
     else:
@@ -126,5 +127,5 @@ def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[st
         words = memory_words(fullest.roles, 4)
         lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
     if least.ranks is not None:
-        lines.append(f"with {room} GiB a rank the run fits on {least.ranks} ranks")
+        lines.append(f"with {room} GiB a rank the run fits on {counted(least.ranks)}")
     return lines

@@ -141,8 +141,8 @@ class Chat:
     """A model that answers in a conversation."""
 
     def __init__(self, model: Path, options: argparse.Namespace) -> None:
-        spec = spec_that_talks(model)  # before torch, which loads for seconds
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it as it loads
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch loads, which the spec's module does
+        spec = spec_that_talks(model)  # before vLLM, which loads for seconds
         from hybridflow.data.end_tokens import end_tokens
         from hybridflow.data.tokenizers import load_tokenizer
         from hybridflow.parallel.platform import prepare_imports

@@ -30,11 +30,12 @@ from hybridflow.checkpoint.listing import (
     size_of,
 )
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
-from hybridflow.cli.command import argument_parser, print_error
+from hybridflow.cli.command import argument_parser, as_typed, print_error
 from hybridflow.errors import UserError
 from hybridflow.formats.file_sum import Read
 
 METRICS = ("reward/score_mean", "eval/accuracy", "kl/reference_mean")  # those that a run has
+CONVERTED = ("actor", "reward_model")  # directories of models; a checkpoint has one of the two
 WIDTH = 112  # columns of a pipe
 
 
@@ -158,12 +159,13 @@ def _forks(entries: Sequence[ListedCheckpoint]) -> Iterator[str]:
 def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
     """What to do with the newest intact checkpoint, which is the one that a run goes on from."""
     assert entry.facts is not None, f"{entry.step} is intact"
-    train = f"torchrun --nproc-per-node N -m hybridflow.train {_quoted(entry.step / CONFIG)}"
+    train = f"{as_typed()} train {_quoted(entry.step / CONFIG)} --nproc N"
     if goes_on and entry.step.resolve().parent.name == CHECKPOINTS:
         keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.facts)))
         yield f"resume from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
     yield f"fork {entry.iteration}: {train} {_quoted(f'checkpoint.load={entry.step}')} name=NEW"
-    yield f"convert {entry.iteration}: hybridflow convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
+    model = next(name for name in CONVERTED if (entry.step / name).is_dir())
+    yield f"convert {entry.iteration}: {as_typed()} convert megatron-to-hf {_quoted(entry.step / model)} OUT"
 
 
 def _keys(run_dir: Path, facts: CheckpointFacts) -> Iterator[str]:

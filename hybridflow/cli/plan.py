@@ -1,8 +1,9 @@
 """Plan an experiment without a run: grids, memory of each GPU, bytes of the reshard, and sizes of checkpoints.
 
-    hybridflow plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
-    hybridflow plan configs/x.yaml --hosts worker-0=8,worker-1=8        also the grids of each host
-    hybridflow plan configs/x.yaml --time [--profile NAME_OR_FILE]      also the predicted seconds of each phase
+    hybridflow plan mine.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
+    hybridflow plan mine.yaml --hosts worker-0=8,worker-1=8             also the grids of each host
+    hybridflow plan mine.yaml --time [--profile NAME_OR_FILE]           also the predicted seconds of each phase
+    hybridflow plan mine.yaml --search --gpus 64 [--output best.yaml]   the fastest layout, as a config for train
     torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
 
 The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the

@@ -1,5 +1,6 @@
 """What `hybridflow plan --search` prints and writes."""
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridflow.cli.command import as_typed
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
+from hybridflow.parallel.ranks import counted
 
 if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
@@ -83,6 +86,9 @@ def print_search(
     for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
         console.print(Text(line))
     _written(found.plans[0], output, svg, source, console)
+    if output is not None:
+        command = _command(output, world_size, facts.profile.ranks_per_host)
+        console.print(Text(command), soft_wrap=True)  # to be copied
 
 
 def _lengths(work: "Work") -> str:
@@ -233,7 +239,7 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
     if output is not None:
         files.append((output, f"# Found by `hybridflow plan --search` of {source}.\n{best.config.to_yaml()}"))
     if svg is not None:
-        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s predicted"
+        title = f"{best.config.name}: an iteration on {counted(best.placed.world_size)}, {best.seconds:.4g} s predicted"
         files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))
     for path, text in files:
         try:
@@ -241,3 +247,10 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
         console.print(Text(f"wrote {path}"))
+
+
+def _command(config: Path, world_size: int, ranks_per_host: int) -> str:
+    """What trains with the config that was written."""
+    if world_size > ranks_per_host:
+        return f"{as_typed()} launch --hostfile HOSTS {shlex.quote(str(config))}"
+    return f"{as_typed()} train {shlex.quote(str(config))} --nproc {world_size}"

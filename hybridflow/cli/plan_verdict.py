@@ -58,7 +58,7 @@ def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Re
 
 
 def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | None, world_size: int) -> str:
-    search = f"--search --gpus {world_size} looks for another layout."
+    search = f"the option --search --gpus {world_size} looks for another layout."
     if alone:
         return f"Would help: {', or '.join(map(_word, alone))}; {search}"
     words = " ".join(map(_word, together))

@@ -233,13 +233,14 @@ def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namesp
     """Rank 0 says what it loads. chosen: lines on what `auto` has come to."""
     from hybridflow.parallel.device import device_name
     from hybridflow.parallel.rank_log import IN_FILES_ALONE
+    from hybridflow.parallel.ranks import counted
     from hybridflow.parallel.torchrun import torchrun_rank
     from hybridflow.placement.placed import left_out
 
     fixed = isinstance(config, FixedDataConfig)
     rank, world_size = torchrun_rank()
     if rank == 0:
-        where = f"{world_size} ranks, platform {device_name()}"
+        where = f"{counted(world_size)}, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
         for line in (*config.notes, *chosen, *config.vendor_lines(), *left_out(config), loading):

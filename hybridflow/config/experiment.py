@@ -22,6 +22,7 @@ from hybridflow.config.sampling import REPLACED, SamplingConfig
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.ranks import counted
 
 
 class ExperimentConfig(RunConfig):
@@ -346,7 +347,7 @@ class ExperimentConfig(RunConfig):
                 what = "data.prompts_per_iteration x the smallest samples_per_prompt"
             raise ConfigError(
                 f"{what} = {fewest} leaves replicas of {name} without "
-                f"a sequence: {name} has data_parallel_size {layout.dp} on {len(layout.ranks)} ranks"
+                f"a sequence: {name} has data_parallel_size {layout.dp} on {counted(len(layout.ranks))}"
             )
 
     def _check_engine(self, actor: Layout | None, world_size: int) -> None:

@@ -18,6 +18,7 @@ from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgor
 from hybridflow.config.ranks import check_placement
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.ranks import counted
 
 ROLES = ("actor", "reference", "reward_model")  # in the order of the config
 OF_GENERATION = ("sampling", "rollout", "reward", "critic")
@@ -159,7 +160,7 @@ class FixedDataConfig(RunConfig):
         if name in layouts and rows < layouts[name].dp:
             reasons.lines.append(
                 f"data.batch_size = {rows} leaves replicas of {name} without a row: {name} has data_parallel_size "
-                f"{layouts[name].dp} on {len(layouts[name].ranks)} ranks"
+                f"{layouts[name].dp} on {counted(len(layouts[name].ranks))}"
             )
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}

@@ -28,6 +28,8 @@ _OF_THE_ENGINE = ("tensor_parallel_size", "pipeline_parallel_size", "ranks")
 _OF_ANY_MODEL = (
     *_OF_THE_ENGINE,
     *("virtual_pipeline_parallel_size", "data_parallel_size", "sequence_parallel"),
+    *("expert_parallel_size", "expert_tensor_parallel_size"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("model", "dtype", "micro_batch_tokens"),
 )
 
@@ -220,7 +222,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("algorithm.kl.horizon", "kl_horizon kl_ctrl.horizon kl.horizon", "sequences"),
     ("algorithm.kl.reset_reference_interval", "sync_ref_model ref_model_sync_steps", "iterations; no mixing"),
     ("", "ptx_coef", "there is none here: no loss on texts is mixed in"),
-    ("", "async_train async_enable async_grpo", "there is none here: every batch is of the weights that it trains"),
+    (
+        "",
+        "async_train async_training async_enable async_grpo",
+        "there is none here: every batch is of the weights that it trains",
+    ),
     (
         "data.environment",
         "multi_turn tools agent_func_path",
@@ -235,8 +241,13 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("reward.models", "reward_model reward_pretrain reward_model_path", ""),
     (
         "reward.functions",
-        "custom_reward_function reward_funcs reward_manager",
+        "custom_reward_function reward_funcs",
         "Python functions, as package.module:function",
+    ),
+    (
+        "reward.functions.0.per reward.overlong",
+        "reward_manager reward_model.reward_manager",
+        "no manager stands between: per: batch gives a function all rows, reward.overlong is the penalty of dapo",
     ),
     ("reward.remote", "remote_rm_url remote_url", "a list of {url: ...}, each asked once a response"),
     ("reward.functions", "reward_weights", "each function and model has its weight"),
@@ -274,7 +285,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "trust_remote_code",
-        "there is none here: no run executes code of a model directory; tools.convert has --trust-remote-code",
+        "there is none here: no run executes code of a model directory; hybridflow convert has --trust-remote-code",
     ),
     ("", "enable_ema", "there is none here: no average of the weights is kept"),
     # ---- optimizers
@@ -323,6 +334,13 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
     ("ROLE.expert_tensor_parallel_size", "expert_tensor_parallel_size", ""),
     (
+        "rollout.enable_expert_parallel",
+        "rollout.expert_parallel_size vllm_cfg.expert_parallel_size",
+        "true or false: over all ranks of an engine replica",
+    ),
+    ("ROLE.num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", ""),
+    ("ROLE.num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", ""),
+    (
         "",
         "override_transformer_config override_ddp_config override_mcore_model_config override_model_config "
         "override_optimizer_config recompute_method recompute_num_layers recompute_modules attention_backend "
@@ -330,7 +348,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "gradient_accumulation_fusion persist_layer_norm deallocate_pipeline_outputs overlap_grad_reduce "
         "overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage "
+        "num_layers_per_virtual_pipeline_stage "
         "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap "
         "moe_router_dtype moe_enable_deepep moe_per_layer_logging transformer_impl use_mbridge vanilla_mbridge "
         "use_dist_checkpointing dist_checkpointing_path converter_type average_in_collective",
@@ -353,8 +371,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "nnodes n_gpus_per_node num_nodes num_gpus_per_node gpus_per_node num_gpus "
         "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ref_num_nodes "
         "ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node num_processes",
-        "there is none here: torchrun or launch/run.py says how many ranks there are, ROLE.ranks which of them a model "
-        "has",
+        "there is none here: --nproc or a hostfile says how many ranks there are, ROLE.ranks which of them a model has",
     ),
     (
         "rollout.ranks",
@@ -468,11 +485,16 @@ def algorithm_hint(name: str) -> str | None:
 
 
 def leaves(tree: object, path: tuple[str, ...], *, fixed: bool = False) -> Iterator[tuple[str, ...]]:
-    """The path of each key in nested mappings at `path` that `hint` knows, or that holds no further ones."""
-    if isinstance(tree, Mapping) and tree and hint(path, fixed=fixed) is None:
-        for key, value in tree.items():
-            yield from leaves(value, (*path, str(key)), fixed=fixed)
-    else:
+    """The path of each key in nested mappings at `path` that `hint` knows, or that holds no further ones.
+
+    A known section stands for all keys in it but those that TABLE names together with the section.
+    """
+    within = tree if isinstance(tree, Mapping) else {}
+    is_known = hint(path, fixed=fixed) is not None
+    own = [key for key in within if not is_known or f"{path[-1]}.{key}" in TABLE]
+    for key in own:
+        yield from leaves(within[key], (*path, str(key)), fixed=fixed)
+    if len(own) < len(within) or not within:
         yield path
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.ranks import Ranks, shown
+from hybridflow.parallel.ranks import Ranks, counted, shown
 
 LARGEST_RANK = 1 << 20
 RULE = 'ranks are inclusive intervals and single ranks, ascending, each once, such as "0-7,12"'
@@ -66,7 +66,8 @@ def check_ranks(key: str, given: Ranks | None, world_size: int) -> Ranks:
         return tuple(range(world_size))
     if given[-1] >= world_size:
         raise ConfigError(
-            f"{key} = {shown(given)} names rank {given[-1]}, the run has {world_size} ranks: {shown(range(world_size))}"
+            f"{key} = {shown(given)} names rank {given[-1]}, the run has {counted(world_size)}: "
+            f"{shown(range(world_size))}"
         )
     return given
 

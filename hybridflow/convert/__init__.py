@@ -1,1 +1,1 @@
-"""Checkpoints between HuggingFace and megatron-core, complete or not at all: `python -m tools.convert --help`."""
+"""Checkpoints between HuggingFace and megatron-core, complete or not at all: `hybridflow convert --help`."""

@@ -2,7 +2,7 @@
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/Qwen2.5-7B-megatron
     hybridflow convert verify         models/Qwen2.5-7B models/Qwen2.5-7B-megatron --forward
-    hybridflow convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
+    hybridflow convert megatron-to-hf runs/math/checkpoints/step_000100/actor models/math-7B --dtype bfloat16
     hybridflow convert show           models/math-7B
 
 A critic starts from a model with a value head in place of the language model head:
@@ -11,7 +11,7 @@ A critic starts from a model with a value head in place of the language model he
 
 Several processes convert together, with the same result:
 
-    torchrun --nproc-per-node 8 -m tools.convert hf-to-megatron SRC DST
+    torchrun --nproc-per-node 8 -m hybridflow convert hf-to-megatron SRC DST
 
 A conversion is complete or does not happen. The command names each tensor of the source without a place in the target.
 The target appears when all of it is on the disk. The exit status is 0, or 1 after an error, a difference, or something

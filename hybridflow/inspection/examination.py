@@ -29,6 +29,7 @@ from hybridflow.inspection.verdicts import (
 )
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.rank0_commands import Answer, CommandLeader, Order
+from hybridflow.parallel.ranks import counted
 from hybridflow.parallel.torchrun import Started
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
@@ -217,7 +218,7 @@ class Examination:
                 self._findings.append(Finding(area, "all-reduce", name, error, "fail", advice=DEAD))
                 continue
             found = answers[ranks[0]]
-            value = f"{rate(found['bus_rate'])} bus, {found['seconds'] * 1e6:,.0f} us, {len(ranks)} ranks"
+            value = f"{rate(found['bus_rate'])} bus, {found['seconds'] * 1e6:,.0f} us, {counted(len(ranks))}"
             figures = {"bus_bytes_per_second": round(found["bus_rate"]), "latency_seconds": round(found["seconds"], 7)}
             self._findings.append(Finding(area, "all-reduce", name, value, figures=figures))
 

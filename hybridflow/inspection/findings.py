@@ -76,10 +76,6 @@ def worst(statuses: Iterable[Status]) -> Status:
     return max(statuses, key=SEVERITY.__getitem__, default="ok")
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):,.1f} GiB"
 

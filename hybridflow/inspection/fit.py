@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import UserError
-from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
+from hybridflow.inspection.findings import Finding, Host, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY
-from hybridflow.parallel.ranks import shown
+from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.cache_room import RESERVE, with_room
 from hybridflow.placement.footprint import CUDA_MARGIN, together
 from hybridflow.placement.forecast import forecast, memory_of
@@ -43,7 +43,7 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     needed = peaks(run)
     check = gpu_finding if free.gpus else memory_finding
     return [
-        Finding(AREA, "layout", "all", f"{world_size} ranks: {roles}"),
+        Finding(AREA, "layout", "all", f"{counted(world_size)}: {roles}"),
         *(check(host, needed, free) for host in hosts),
         *_disk_findings(run, free, hosts[0]),
     ]

@@ -27,8 +27,9 @@ from hybridflow.data.sources import open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer, tokenizer_digest, unlike_its_file
 from hybridflow.errors import CheckpointError, UserError
-from hybridflow.inspection.findings import Finding, counted
+from hybridflow.inspection.findings import Finding
 from hybridflow.parallel.agreement import digest_bytes, digest_files
+from hybridflow.parallel.ranks import counted
 from hybridflow.rewards.specs import pool_specs
 
 AREA = "inputs"

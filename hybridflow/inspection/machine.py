@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridflow.inspection.findings import Finding, counted, gigabytes
+from hybridflow.inspection.findings import Finding, gigabytes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.host_memory import GIB, LEAST_MEMORY, host_memory
+from hybridflow.parallel.ranks import counted
 
 AREA = "machine"
 LEAST_SHM_CPU = 64 << 20  # vLLM leaves some 4 MiB a rank there
@@ -91,7 +92,9 @@ def memory_finding(available: int, total: int, *, num_ranks: int, host: str) -> 
     value = f"{gigabytes(available)} available of {gigabytes(total)}"
     figures = {"available_bytes": available, "total_bytes": total}
     if available < num_ranks * LEAST_MEMORY:
-        advice = f"{num_ranks} ranks take {gigabytes(num_ranks * LEAST_MEMORY)} before any model: end other processes"
+        needed = gigabytes(num_ranks * LEAST_MEMORY)
+        take = "takes" if num_ranks == 1 else "take"
+        advice = f"{counted(num_ranks)} {take} {needed} before any model: end other processes"
         return Finding(AREA, "memory", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "memory", host, value, figures=figures)
 
@@ -113,6 +116,6 @@ def files_finding(limit: int, *, world_size: int, host: str) -> Finding:
     needed = FILES_BASE + FILES_PER_RANK * world_size
     value, figures = "no limit" if limit < 0 else f"{limit:,}", {"limit": limit}
     if 0 <= limit < needed:
-        advice = f"{world_size} ranks may need {needed:,}: ulimit -n {max(65536, needed)} before torchrun is started"
+        advice = f"{counted(world_size)} may need {needed:,}: ulimit -n {max(65536, needed)} before torchrun is started"
         return Finding(AREA, "open files", host, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "open files", host, value, figures=figures)

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.inspection.findings import Finding, HealthReport, Status, counted, rate
+from hybridflow.inspection.findings import Finding, HealthReport, Status, rate
+from hybridflow.parallel.ranks import counted
 
 STYLES: dict[Status, str | None] = {"ok": None, "warn": "yellow", "fail": "red"}
 MANY = 6  # links that are well, of one kind, from which on they share a row

@@ -17,3 +17,8 @@ def shown(ranks: Sequence[int]) -> str:
         else:
             intervals.append((rank, rank))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in intervals)
+
+
+def counted(number: int, what: str = "rank") -> str:
+    """`1 rank`, `8 hosts`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

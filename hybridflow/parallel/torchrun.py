@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.ranks import counted
 
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -118,7 +119,7 @@ def meeting_store(timeout: timedelta) -> Store:
     except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise EnvironmentProblem(
-            f"rank {rank} on {host_name()} cannot reach the store of {world_size} ranks at {address}: {error}"
+            f"rank {rank} on {host_name()} cannot reach the store of {counted(world_size)} at {address}: {error}"
         ) from error
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.parallel.ranks import shown
+from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.placed import PlacedFixed, PlacedModels, PlacedRun, place_either
 
 
@@ -88,7 +88,7 @@ def _sum(hosts: Sequence[HostRanks]) -> str:
     """`3 hosts with 2 + 2 + 2 = 6 ranks`"""
     sizes = [len(host.ranks) for host in hosts]
     if len(sizes) == 1:
-        return f"1 host with {sizes[0]} ranks"
+        return f"1 host with {counted(sizes[0])}"
     parts = f"{len(sizes)} x {sizes[0]}" if len(sizes) > 8 and len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     return f"{len(sizes)} hosts with {parts} = {sum(sizes)} ranks"
 

@@ -287,7 +287,10 @@ def test_differences_of_two_plans_by_key_and_by_phase() -> None:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_the_command_writes_what_train_and_plan_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_train_and_plan_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridflow.cli.plan_search.as_typed", lambda: "hybridflow")
     (tmp_path / "device.json").write_text(DEVICE.model_dump_json())
     arguments = ["config.yaml", "--search", "--gpus", "4", "--profile", "device.json", "--memory-gib", "5"]
     assert main([*arguments, "--output", "best.yaml", "--svg", "best.svg"]) == 0
@@ -295,6 +298,7 @@ def test_the_command_writes_what_train_and_plan_take(tmp_path: Path, capsys: pyt
     for words in ("The fastest that fit", "Against the second:", "the config as given", "With twice the GPUs (8)"):
         assert words in said
     assert "With half the memory (0.5 GiB of room)" in said and "wrote best.yaml" in said
+    assert said.endswith("\nhybridflow train best.yaml --nproc 4\n")
     best = search(SearchRequest(config_of("config.yaml"), 4, DEVICE, 1 << 30)).plans[0]
     assert config_of("best.yaml") == best.config
     assert main(["best.yaml", "--world-size", "4", "--json"]) == 0

@@ -101,7 +101,7 @@ def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> No
     leaves.communicate()
     done = finish(stays, SECONDS)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks, platform" in done.stdout and "1 ranks, platform" in done.stdout
+    assert "2 ranks, platform" in done.stdout and "1 rank, platform" in done.stdout
     assert f"resumes from {root / 'lost' / 'checkpoints'}" in done.stdout
     assert "ended without a word: killed by SIGKILL" in done.stderr
     for row, same in zip(all_rows(root / "lost"), all_rows(root / "undisturbed"), strict=True):

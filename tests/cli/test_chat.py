@@ -35,6 +35,7 @@ def answer(policy: Path, prompt: str, num_tokens: int) -> str:
 def test_one_prompt_and_a_line_at_a_time(policy: Path) -> None:
     done = chat(policy, "--prompt", "12+7=", "--max-tokens", 6)
     assert (done.returncode, done.stdout) == (0, f"{answer(policy, '12+7=', 6)}\n"), done.stderr
+    assert "Warning" not in done.stderr, "torch warns of how it binds memory"
     done = chat(policy, "--max-tokens", 6, said="12+7=\n\n1+1=\n/quit\n")
     assert done.returncode == 0
     for prompt in ("12+7=", "1+1="):

@@ -24,6 +24,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.ranks import counted
 from hybridflow.roles.base import RunContext
 
 Tell = Callable[[str], None]
@@ -117,7 +118,7 @@ def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Pa
     dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
     tables, found = box[0]
     assert found is not None, "the first rank has measured"
-    where = f"measured on {machine.machine()}, {_processor(device)}, with {platform.world_size} ranks"
+    where = f"measured on {machine.machine()}, {_processor(device)}, with {counted(platform.world_size)}"
     fields = {
         "name": name,
         "measured": True,
