@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.flops import attention_flops, layer_products
+from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.step_time import hosts_of, layers_of_stages, reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
@@ -157,38 +158,15 @@ class Model:
 
         With expert parallelism a rank has fewer of them, and wider. No layer of a model with experts is taken as dense.
         """
-        spec, tp = self.spec, self.tp
-        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        hidden = float(spec.hidden_size)
-        attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
-        if not spec.num_experts:
-            return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
-        expert_tp = self._expert_tp
-        experts = self._mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
-        shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
-        return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *shared]
-
-    def _mlp(self, width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
-        hidden = float(self.spec.hidden_size)
-        return [(hidden, self._gates * width, share), (width, hidden, share)]
-
-    @property
-    def _gates(self) -> int:
-        return 2 if self.spec.traits.gated else 1
+        kind: LayerKind = "experts" if self.spec.num_experts else "dense"
+        return layer_products(self.spec, kind, tp=self.tp, expert_tp=self._expert_tp)
 
     def _product(self, m: float, k: float, n: float) -> Cost:
         return self.device.product(m, k, n, dtype=self.dtype, busy=self.tp)
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
-        """4 heads head_dim operations a pair forward, 2.5 times as many backward (Dao et al. 2022)."""
-        operations = (
-            4
-            * mb.pairs
-            * self.spec.num_heads
-            * self.spec.head_dim
-            / self.tp
-            * (BACKWARD_ATTENTION if backward else 1.0)
-        )
+        """2.5 times as many operations backward as forward (Dao et al. 2022)."""
+        operations = attention_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
