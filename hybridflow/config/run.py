@@ -79,6 +79,8 @@ class MetricsConfig(Section):
     alone; a section adds arguments."""
     num_samples: NonNegativeInt = 4
     """Responses per iteration in samples.jsonl. 0: none."""
+    num_groups: NonNegativeInt = 0
+    """Training prompts per iteration whose responses are all in samples.jsonl, beside num_samples. 0: none."""
 
 
 class StopConfig(Section):

@@ -236,7 +236,8 @@ class WritingRecorder(Recorder):
     def _write_samples(self, done: Iteration) -> None:
         batch, number = done.batch, self._config.metrics.num_samples
         seed = f"{self._config.seed}/{done.number}"
-        rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed)
+        groups = self._config.metrics.num_groups
+        rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed, groups=groups)
         scores, parts = vars(batch).get("raw_scores"), done.score_parts
         if scores is not None:
             scores = scores.masked_fill(batch.failed, float("nan"))
