@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybridflow.cli.report import main
+from hybridflow.config import ExperimentConfig
 from tests.browser import Browser, program
+from tests.launch import ROOT
 from tests.messages import like
 from tests.reporting.run_dirs import HOSTILE, make_run, write_start
 
@@ -224,7 +226,7 @@ def test_samples_by_iteration_are_text_whatever_they_hold(browser: Browser) -> N
 
 
 def test_configs_and_how_they_differ(browser: Browser) -> None:
-    assert texts(browser, "#config label") == [" only what differs (1 of 5 keys)"]
+    assert texts(browser, "#config label:not([hidden])") == [" only what differs (1 of 5 keys)"]
     assert count(browser, "#config tr:has(td)") == 1
     assert texts(browser, "#config tr.differs td") == ["seed", "1", "2"]
     enter(browser, "differ", "checked", False, "change")
@@ -267,6 +269,47 @@ def test_samples_are_put_in_order_by_a_click_and_long_texts_folded(tmp_path: Pat
         browser.value("document.querySelector('.long > summary').click()")
         assert count(browser, ".long pre") == 1 and count(browser, ".long .beginning") == 0
         assert texts(browser, ".long pre") == [LONG]
+        assert browser.errors == [] and browser.value("document.documentElement.scrollWidth - innerWidth") == 0
+
+
+def test_axes_scores_groups_and_keys_of_a_run(tmp_path: Path) -> None:
+    """By tokens, a histogram, all responses to a prompt together, and keys that differ from the defaults."""
+    run = make_run(tmp_path / "run", num_iterations=1)
+    (run / "config.yaml").write_text(ExperimentConfig.from_yaml(ROOT / "configs" / "quickstart.yaml").to_yaml())
+    rows = ["iteration,actor/lr,actor/loss,time/iteration_seconds,train/tokens_per_sec"]
+    rows += [f"{i},0.001,{1 / i},10.0,{100 * i}" for i in range(1, 5)]  # 1000, 3000, 6000, 10000 tokens
+    (run / "metrics.csv").write_text("\n".join(rows) + "\n")
+    samples = [
+        {"iteration": i, "kind": "train", "prompt": "p", "response": f"r{k}", "score": k}
+        for i in (1, 4)
+        for k in (0, 1, 2)
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    assert main([str(run), "--output", str(tmp_path / "report.html")]) == 0
+    program()
+    with Browser(width=1280, height=900, dark=False) as browser:
+        browser.open(tmp_path / "report.html")
+        assert "Learning rate of the actor" in texts(browser, ".charts h3")
+        loss = "figure[data-metric='actor/loss']"
+        before = browser.value(f'document.querySelector("{loss} path.k0").getAttribute("d")')
+        enter(browser, "axis", "value", "tokens", "change")
+        after = browser.value(f'document.querySelector("{loss} path.k0").getAttribute("d")')
+        places = [[float(point.split()[0]) for point in d[1:].split("L")] for d in (before, after)]
+        shares = [[(x - own[0]) / (own[-1] - own[0]) for x in own] for own in places]
+        assert shares[0] == pytest.approx([0, 1 / 3, 2 / 3, 1], abs=0.01)
+        assert shares[1] == pytest.approx([0, 2 / 9, 5 / 9, 1], abs=0.01)
+        assert texts(browser, f"{loss} .unit") == ["tokens"]
+        assert browser.value("Math.round(1e6 * (axis = 'hours', placeOf(RUNS[0], 2.5)))") == 6944  # 25 s
+        assert texts(browser, "#histogram .keys b") == ["iterations 1 to 1", "iterations 4 to 4"]
+        heights = "[...document.querySelectorAll('#histogram rect')].map(e => Number(e.getAttribute('height')) > 0)"
+        assert browser.value(heights).count(True) == 6
+        assert texts(browser, ".group .score") == ["3 responses, mean score 1"]
+        assert texts(browser, ".group pre") == ["p", "r2", "r1", "r0"]
+        [label] = texts(browser, "#config label:not([hidden])")
+        shown = count(browser, "#config tr:has(td)")
+        assert label.startswith(f" only what differs from the defaults ({shown} of ") and shown < 40
+        enter(browser, "own", "checked", False, "change")
+        assert count(browser, "#config tr:has(td)") > 100
         assert browser.errors == [] and browser.value("document.documentElement.scrollWidth - innerWidth") == 0
 
 

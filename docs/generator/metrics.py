@@ -30,6 +30,7 @@ AREAS = {
     "rollout": "Responses and the engine. Only with generation.",
     "sampling": "Prompts by their length. Only with `sampling.by_prompt_length`.",
     "train": "The whole iteration.",
+    "speed": "Operations of the models a second, by phase: the mean of the ranks that work in the phase.",
     "data": "Rows of files.",
     "time": "Seconds of an iteration, of the slowest rank. A stage that a run does not have has no metric.",
     "reshard": "Weights on their way from the trainer to the engine, of the rank with most. Only with generation.",
@@ -68,6 +69,17 @@ WHEN = {
     "rollout/groups_equal": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_filled": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_surplus": "With `algorithm.dynamic_sampling`.",
+    "rollout/response_length_p{}": "10, 50, 90 and 99.",
+    "rollout/kv_cache_use_max": "Of the engine replica with most.",
+    "rollout/preemptions": "Of the engine replica with most.",
+    "speed/iteration_mfu": "On GPUs whose peak is known.",
+    "speed/{}_mfu": "On GPUs whose peak is known.",
+    "time/wait_fraction_mean": "With several ranks.",
+    "time/wait_fraction_max": "With several ranks.",
+    "time/wait_fraction_rank_{}": "With 2 to 16 ranks.",
+    "time/slowest_rank": "With several ranks.",
+    "time/slowest_rank_seconds": "With several ranks.",
+    "memory/peak_{}_mb": "Of the device on GPUs, resident in the process on CPUs.",
     "train/lost_to_nonfinite": "With `nonfinite.action: skip`, where a step was lost. The row has nothing else.",
     "data/epoch": "On fixed data.",
     "data/trained_tokens": "On fixed data.",
@@ -88,7 +100,19 @@ WORDS = """
   engine's distribution to the trainer's, by k3.
 - The engine's log-probs are of the distribution that it samples from. With `top_p`, `top_k`, `min_p`, penalties or
   biases this distribution is not the trainer's softmax. The four metrics then measure that difference too.
-- `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others.
+- `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others in exchanges of
+  results.
+- `time/wait_fraction_*` is the share of an iteration that a rank is in collectives: the wait for others, and the
+  transfer. The ranks' host clock measures it on CPUs, and events of the stream on GPUs. The engine's own collectives
+  are not counted.
+- A late rank is in collectives for less time than the others. `time/slowest_rank` is that rank.
+  `time/slowest_rank_seconds` is how much longer the others were there, in the mean over the others.
+- `speed/{}_tflops` counts the operations of a model that runs each row whole: prompts once a row, causal attention, and
+  the output layer at response tokens. An update counts three forward passes. What is computed again is not counted,
+  and what rows share is counted for each row. The time is that of the slowest rank.
+- `speed/{}_mfu` is that number against the peak of the device in the model's dtype, by data sheets without sparsity:
+  A100, H100 (SXM), H200 and L40S.
+- `memory/peak_{}_mb` on GPUs is what torch's allocator held at most.
 - `reward/row_mean_ms` and `reward/row_max_ms` leave out rows that ran at the same time.
 - `{}/reward_accuracy` is the share of pairs whose chosen completion has the higher reward. The reward is the score, or
   with `dpo` beta times the log-ratio.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from hybridflow.architecture.flops import attention_flops
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
@@ -178,15 +179,8 @@ class Model:
         return self.device.product(m, k, n, dtype=self.dtype, busy=self.tp)
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
-        """4 heads head_dim operations a pair forward, 2.5 times as many backward (Dao et al. 2022)."""
-        operations = (
-            4
-            * mb.pairs
-            * self.spec.num_heads
-            * self.spec.head_dim
-            / self.tp
-            * (BACKWARD_ATTENTION if backward else 1.0)
-        )
+        """2.5 times as many operations backward as forward (Dao et al. 2022)."""
+        operations = attention_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:

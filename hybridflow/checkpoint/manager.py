@@ -101,7 +101,6 @@ class CheckpointManager:
             store=store,
             check_lock=self._check_lock,
         )
-        self._has_saved = self._source is not None and not self._source.is_fork  # of this run there are checkpoints
         if self._source is not None and not self._source.is_fork:
             self._saver.last_iteration = self._source.saved.state.iteration
 
@@ -145,9 +144,9 @@ class CheckpointManager:
             unwritten = failures(recorder.failure, self._group) if stops else []
             if unwritten:
                 raise RecordError(f"{'; '.join(unwritten)}; {self._saved_if_possible(state, recorder)}")
-            counted = bool(interval) and (is_last or state.iteration % interval == 0)
-            # the last of a run that was saved before is saved too: else the next start would do it again
-            closes = is_last and self._has_saved and self._config.checkpoint.saves
+            counted = bool(interval) and state.iteration % interval == 0
+            # of a run of any length: a longer num_iterations then goes on, and no start does the run again
+            closes = is_last and self._config.checkpoint.saves
             if self._minutes_are_over() or stops or counted or closes:
                 self._save(state, recorder)
         if stops:
@@ -349,7 +348,7 @@ class CheckpointManager:
         if state.surplus is not None:
             state = replace(state, surplus=replace(state.surplus, tensors=self._portable(state.surplus.tensors)))
         self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
-        self._saved_at, self._has_saved = time.monotonic(), True
+        self._saved_at = time.monotonic()
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 
     def _saved_if_possible(self, state: RunState, recorder: Recorder) -> str:

@@ -31,9 +31,9 @@ A run writes into OUTPUT_DIR/NAME (runs/NAME). A run that starts anew moves an e
 or one of its batch files. --rollout-only generates and scores responses, dumps the batches, and trains nothing. Both
 write into a new directory, NAME-replay or NAME-rollout, without hf/.
 
-A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
-command resumes the run after any end. SIGTERM, SIGUSR1 and SIGHUP make the run save and end. The exit statuses
-are:
+A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations, and at its end.
+The same command resumes the run after any end, and a larger num_iterations continues a finished run. SIGTERM, SIGUSR1
+and SIGHUP make the run save and end. The exit statuses are:
 
     0  finished      1  error      70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved
 """

@@ -14,7 +14,7 @@ LOWER = re.compile(
 )
 OF_CALLS = ("reward/errors", "reward/timeouts", "reward/row_mean_ms", "reward/row_max_ms", "reward/latency_ms")
 AREAS = frozenset(
-    "actor critic data environment eval kl memory reshard reward reward_model rollout sampling time train".split()
+    "actor critic data environment eval kl memory reshard reward reward_model rollout sampling speed time train".split()
 )
 
 

@@ -67,6 +67,10 @@ class MetricsConfig(Section):
     """Where Weights & Biases gets the metrics. null: nowhere."""
     mlflow: MlflowConfig | None = None
     """Where MLflow gets the metrics. null: nowhere."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """The port where rank 0 serves the metrics of the last iteration as Prometheus text. null: none is served."""
+    prometheus_address: str = "127.0.0.1"
+    """The address of rank 0's host that prometheus_port is opened on. 0.0.0.0: all addresses."""
     dump_batches: bool = False
     """Whether the run writes every training batch to batches/, for a replay."""
     eval_interval: NonNegativeInt = 0
@@ -76,6 +80,8 @@ class MetricsConfig(Section):
     alone; a section adds arguments."""
     num_samples: NonNegativeInt = 4
     """Responses per iteration in samples.jsonl. 0: none."""
+    num_groups: NonNegativeInt = 0
+    """Training prompts per iteration whose responses are all in samples.jsonl, beside num_samples. 0: none."""
 
 
 class StopConfig(Section):

@@ -33,14 +33,8 @@ from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.recording.iteration import (
-    Iteration,
-    Metrics,
-    batch_metrics,
-    cost_metrics,
-    length_metrics,
-    training_costs,
-)
+from hybridflow.recording.costs import cost_metrics, training_costs
+from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.turns import count_metrics, turn_metrics
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
@@ -119,7 +113,7 @@ class Bookkeeping:
         """End the current stage and begin `stage`: clock, deadline, and the text that the user sees."""
         self._stage.close()
         self._watchdog.enter(stage)
-        self._stage.enter_context(self.watch.phase(stage))
+        self._stage.enter_context(self.watch.stage(stage))
         self.hooks.show(f"iteration {iteration}: {self.shown[stage]}")
 
     def stop_if_requested(self, iteration: int) -> None:
@@ -203,6 +197,7 @@ class OnlineBookkeeping(Bookkeeping):
 
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
         self._generation.costs.clear()
+        self._generation.pop_cache_use()  # of an evaluation
         if self._generation.turn_counts is not None:
             self._generation.turn_counts.clear()
         if self.roles.actor is not None and self.roles.actor.records is not None:
@@ -255,6 +250,7 @@ class OnlineBookkeeping(Bookkeeping):
             actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
             engine_bytes=self._generation.own_bytes,
             num_steps=self._num_steps(),
+            cache_use=self._generation.pop_cache_use(),
         )
 
 

@@ -69,6 +69,10 @@ class Generation:
         """Of the engine's weights outside the trainer's memory, while it has them."""
         return self.generator.own_bytes
 
+    def pop_cache_use(self) -> dict[str, float]:
+        """Metrics of the KV cache since the last call; none where nothing is generated."""
+        return self.generator.pop_cache_use()
+
     def set_seed_position(self, first_prompt: int) -> None:
         """Number the next prompts for the seeds of sampling. first_prompt: how many prompts the run drew before."""
         self._first_prompt, self._num_sampled = first_prompt, 0
@@ -130,7 +134,7 @@ class Generation:
         greedy = isinstance(how, Greedy)
         generation = 0 if greedy else self._num_sampled
         self._num_sampled += not greedy
-        return self.generator.generate(
+        rollout = self.generator.generate(
             prompts,
             greedy=greedy,
             samples_per_prompt=always(1) if greedy else self._sampling.samples,
@@ -139,3 +143,5 @@ class Generation:
             generation=generation,
             listener=listener,
         )
+        self.generator.count_work(rollout, self._watch)
+        return rollout

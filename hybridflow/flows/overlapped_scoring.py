@@ -196,6 +196,7 @@ class OverlappedScoring:
                 pause = max(count / ASKS_PER_SECOND, count * count / NOTES_PER_SECOND)
                 time.sleep(pause)
                 self._exchange.seconds += pause  # spent waiting, as in an exchange
+                self._watch.wait(pause)
         return None
 
     def _others_generate(self, board: WorkQueue) -> bool:

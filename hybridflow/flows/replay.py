@@ -85,6 +85,12 @@ class Replay:
     def awake(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def pop_cache_use(self) -> dict[str, float]:
+        return {}
+
+    def count_work(self, rollout: RolloutBatch, watch: object) -> None:
+        """No model runs."""
+
     def iterations(self, num_iterations: int, *, after: int = 0) -> list[int]:
         """after + 1 .. num_iterations, those that there is a file of. Errors: DataError where there is none."""
         found = [iteration for iteration in self.files if after < iteration <= num_iterations]

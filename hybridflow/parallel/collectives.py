@@ -1,4 +1,5 @@
-"""What this process last asked of each process group: for a report of a hang, which must say who waits for whom.
+"""What this process last asked of each process group, and how long it has waited: for a report of a hang, which must
+say who waits for whom, and for the metrics (`hybridflow.parallel.waiting`).
 
 Every collective that Python starts (torch.distributed, megatron, vLLM) calls a method of
 `torch._C._distributed_c10d.ProcessGroup`. Those methods are replaced, in this place alone, by ones that note the call
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import check_version
+from hybridflow.parallel.waiting import WaitingTime
 
 # What all ranks of a group call alike, so that the number of calls can be compared, ...
 COLLECTIVES = (
@@ -61,6 +63,8 @@ class GroupCalls:
     shape: tuple[int, ...] = ()
     peer: int | None = None  # in the group, of a send or a receive
     calling: bool = False  # the call has not returned
+    began_on_device: torch.cuda.Event | None = None  # of a call whose stream waits at once
+    on_device: bool = False  # the messages lie in a device's memory
     work: int = 0  # id of what it returned
     waiting: bool = False  # in the call's `wait`
     over: bool = False  # the call's `wait` has returned
@@ -100,6 +104,7 @@ class Collectives:
     def __init__(self) -> None:
         self._groups: dict[int, GroupCalls] = {}  # by the id of the group; a reference would keep the group alive
         self._latest: GroupCalls | None = None
+        self.waiting = WaitingTime()
 
     @staticmethod
     def install() -> "Collectives":
@@ -140,8 +145,11 @@ class Collectives:
                 tensor = tensor[0] if tensor else None
             if isinstance(tensor, torch.Tensor):
                 calls.dtype, calls.shape, calls.nbytes = tensor.dtype, tensor.shape, tensor.nbytes
+                calls.on_device = tensor.device.type == "cuda"
             else:
-                calls.dtype, calls.shape, calls.nbytes = None, (), 0
+                calls.dtype, calls.shape, calls.nbytes, calls.on_device = None, (), 0, False
+            if calls.on_device:  # a call that returns at once is waited for later: `wait` marks where
+                calls.began_on_device = None if _returns_at_once(args) else self.waiting.mark()
             calls.waiting, calls.over, calls.calling = False, False, True
             self._latest = calls
             try:
@@ -160,14 +168,20 @@ class Collectives:
             calls = self._latest
             if calls is None or calls.work != id(work):  # an earlier one, of this group or another
                 calls = next((each for each in self._groups.values() if each.work == id(work)), None)
-            if calls is None:
-                return method(work, *args, **kwargs)
-            calls.waiting = True
+            on_device = calls is not None and calls.on_device
+            began = time.perf_counter()
+            held_up = (calls.began_on_device or self.waiting.mark()) if calls is not None and on_device else None
+            if calls is not None:
+                calls.waiting = True
             try:
                 return method(work, *args, **kwargs)
             finally:
-                if calls.work == id(work):
-                    calls.waiting, calls.over, calls.work = False, True, 0
+                if on_device:
+                    self.waiting.add_since(held_up)
+                else:
+                    self.waiting.add(time.perf_counter() - began)
+                if calls is not None and calls.work == id(work):
+                    calls.waiting, calls.over, calls.work, calls.began_on_device = False, True, 0, None
 
         return wait
 
@@ -176,6 +190,11 @@ class Collectives:
         calls = GroupCalls(weakref.ref(group, lambda _: self._groups.pop(key, None)))
         self._groups[key] = calls
         return calls
+
+
+def _returns_at_once(args: tuple[Any, ...]) -> bool:
+    """Whether whoever called computes on while messages travel: `async_op`, and all sends and receives."""
+    return bool(getattr(args[-1], "asyncOp", True)) if args else True
 
 
 def _last_call(calls: GroupCalls) -> LastCall | None:

@@ -1,5 +1,8 @@
-"""Memory of this host, or of the control group that this process is limited to."""
+"""Memory of this host, or of the control group that this process is limited to; and what this process has held."""
 
+import contextlib
+import resource
+import sys
 from pathlib import Path
 
 GIB = 1 << 30
@@ -14,6 +17,25 @@ def host_memory() -> tuple[int, int]:
     for limit, used in _group_memory():
         available, total = min(available, max(0, limit - used)), min(total, limit)
     return available, total
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held resident, since the last reset."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        status = ""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10  # kB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # bytes there, kB elsewhere
+
+
+def reset_peak_resident() -> None:
+    """Count the peak from here on, where the kernel lets this process: proc(5), clear_refs."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _group_memory() -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.gloo import use_one_thread
-from hybridflow.parallel.host_memory import host_memory
+from hybridflow.parallel.host_memory import host_memory, peak_resident_bytes, reset_peak_resident
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
 from hybridflow.parallel.versions import check_version, replace_in
@@ -77,6 +77,17 @@ class Platform:
         if self.has_cuda:
             return torch.cuda.get_device_properties(self.device).total_memory
         return host_memory()[1] * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
+
+    def reset_peak_memory(self) -> None:
+        """Count `peak_memory_bytes` from here on."""
+        if self.has_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak_resident()
+
+    def peak_memory_bytes(self) -> int:
+        """The most that torch has held of the device; on a CPU the most that the process has held resident."""
+        return torch.cuda.max_memory_allocated(self.device) if self.has_cuda else peak_resident_bytes()
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next measures work and not the enqueueing."""

@@ -1,4 +1,4 @@
-"""The numbers of an iteration: what was sampled, what it cost, and what each rank held."""
+"""The numbers of an iteration: what was sampled, and how it was judged."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,9 @@ from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.parallel.exchange import Exchange
-from hybridflow.recording.measure import Stopwatch, peak_rss_mb
-from hybridflow.reshard.execute import ReshardCost
 
 Metrics = dict[str, float | Tensor]
-MIB = 1 << 20
+PERCENTILES = (10, 50, 90, 99)  # of response lengths
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     """What was generated and how it was judged: of the fields, by their names, that the algorithm's batch has.
 
     Lengths and means count response tokens; no mean over rows counts those that have failed.
+    `rollout/response_length_pN` is the least length that N % of the rows do not exceed.
     `reward/equal_groups_fraction` is the share of prompts whose responses have all the same raw score, where a prompt
     has several. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of exp |difference|) and `gen_kl` (k3, of
     the engine's distribution to the trainer's) compare the engine's log-probs with the trainer's. The engine's are of
@@ -55,6 +53,9 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     response_lengths = tokens_in_mask(mask, batch.lengths)[kept].float()
     metrics["rollout/response_length_mean"] = response_lengths.mean()
     metrics["rollout/response_length_max"] = response_lengths.max()
+    for share in PERCENTILES if len(response_lengths) else ():
+        rank = -(-share * len(response_lengths) // 100)  # the nearest rank: a length that there is
+        metrics[f"rollout/response_length_p{share}"] = response_lengths.kthvalue(rank).values
     metrics["rollout/truncated_fraction"] = batch.truncated[kept].float().mean()
     if "log_probs" in known and known["log_probs"] is not batch.rollout_log_probs:  # which may be the old ones
         metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
@@ -100,78 +101,3 @@ def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Met
         "rollout/token_mult_prob_error": difference.exp_().masked_fill_(outside, 0.0).sum() / number,
         "rollout/gen_kl": gen_kl,
     }
-
-
-def cost_metrics(
-    batch: RolloutBatch,
-    *,
-    watch: Stopwatch,
-    reshards: list[ReshardCost],
-    exchange: Exchange,
-    actor_bytes: Mapping[str, int],
-    engine_bytes: int,
-    num_steps: Mapping[str, int],
-) -> Metrics:
-    """Seconds, rates and bytes, each the largest of any rank: a role need not lie on rank 0. num_steps: by role."""
-    total = sum(watch.seconds.get(name, 0.0) for name in ("rollout", "estimate", "update"))
-    idle = exchange.seconds / total
-    own = {
-        "reshard/seconds": sum(cost.seconds for cost in reshards),
-        "reshard/bytes_received": sum(cost.bytes_received for cost in reshards),
-        "reshard/bytes_sent": sum(cost.bytes_sent for cost in reshards),
-        "reshard/bytes_permuted": sum(cost.bytes_permuted for cost in reshards),
-        "reshard/peak_extra_bytes": max((cost.peak_extra_bytes for cost in reshards), default=0),
-        "memory/actor_gpu_mem_mb": sum(actor_bytes.values()) / MIB,
-        "memory/actor_weight_bytes": actor_bytes["weights"],
-        "memory/engine_own_weight_bytes": engine_bytes,
-        "memory/peak_rss_mb": peak_rss_mb(),
-        "time/iteration_seconds": total,
-        "time/scored_while_waiting_seconds": watch.seconds.get("scored_while_waiting", 0.0),  # on some ranks, or none
-        **{f"time/{name}_seconds": value for name, value in watch.seconds.items()},
-    }
-    values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)
-    largest = dict(zip(own, exchange.maximum(values).tolist(), strict=True))
-    seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
-    return (
-        largest
-        | _rates(batch, largest["time/iteration_seconds"], seconds, num_steps)
-        | {"time/idle_fraction": exchange.mean(idle)}
-    )
-
-
-def training_costs(
-    batch: RolloutBatch,
-    *,
-    watch: Stopwatch,
-    exchange: Exchange,
-    trained_bytes: Mapping[str, int],
-    num_steps: Mapping[str, int],
-) -> Metrics:
-    """As `cost_metrics`, of a run on fixed data. num_steps: by name, the steps of the model that the run trains."""
-    total = sum(watch.seconds.get(name, 0.0) for name in ("estimate", "update"))
-    idle, [trained] = exchange.seconds / total, num_steps
-    own = {
-        f"memory/{trained}_gpu_mem_mb": sum(trained_bytes.values()) / MIB,
-        "memory/peak_rss_mb": peak_rss_mb(),
-        "time/iteration_seconds": total,
-        **{f"time/{name}_seconds": value for name, value in watch.seconds.items()},
-    }
-    values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)
-    largest = dict(zip(own, exchange.maximum(values).tolist(), strict=True))
-    seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
-    rates = _rates(batch, largest["time/iteration_seconds"], seconds, num_steps)
-    return largest | rates | {"time/idle_fraction": exchange.mean(idle)}
-
-
-def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_steps: Mapping[str, int]) -> Metrics:
-    """Of the phases that there were."""
-    rates: Metrics = {}
-    if "generate" in seconds:
-        rates["rollout/throughput_tokens_per_sec"] = batch.num_response_tokens / seconds["generate"]
-    if "reward" in seconds:
-        rates["reward/latency_ms"] = 1e3 * seconds["reward"]
-    if "critic_update" in seconds and num_steps["critic"]:
-        rates["critic/update_latency_ms"] = 1e3 * seconds["critic_update"] / num_steps["critic"]
-    if "update" in seconds:
-        rates["train/step_time_ms"] = 1e3 * seconds["update"] / max([*num_steps.values(), 1])
-    return rates | {"train/tokens_per_sec": len(batch.input_ids) / total}

@@ -38,8 +38,10 @@ SHOWN = {
     "eval/loss": "held-out loss {:.4g}",
     "eval/reward_accuracy": "pairs right {:.3g}",
     "train/tokens_per_sec": "{:.0f} tok/s",
+    "speed/iteration_mfu": "mfu {:.1%}",
     "time/iteration_seconds": "{:.1f} s",
 }
+WAITED_SHARE, WAITED_SECONDS = 0.1, 1.0  # of an iteration that others waited for one rank, from where a line names it
 EVALUATED = "eval/"  # how the metrics of an evaluation begin
 SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
 
@@ -83,8 +85,8 @@ class ProgressDisplay:
 
 
 def iteration_line(iteration: int, num_iterations: int, metrics: Metrics) -> str:
-    """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`"""
-    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN))])
+    """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`, and what slowed the iteration."""
+    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN)), *_slowed(metrics)])
 
 
 def summary_table(rows: list[tuple[str, str]]) -> Table:
@@ -164,6 +166,17 @@ class _Lines:
 
 def _shown(metrics: Metrics, names: tuple[str, ...]) -> list[str]:
     return [SHOWN[name].format(float(metrics[name])) for name in names if name in metrics]
+
+
+def _slowed(metrics: Metrics) -> list[str]:
+    """A rank that the others waited for, and requests that the engine preempted."""
+    waited, total = (float(metrics.get(f"time/{name}", 0.0)) for name in ("slowest_rank_seconds", "iteration_seconds"))
+    found = []
+    if waited >= WAITED_SECONDS and waited > WAITED_SHARE * total:
+        found.append(f"waited {waited:.1f} s for rank {float(metrics['time/slowest_rank']):.0f}")
+    if preempted := float(metrics.get("rollout/preemptions", 0.0)):
+        found.append(f"{preempted:.0f} preemptions")
+    return found
 
 
 def _print_line(console: Console, text: str) -> None:

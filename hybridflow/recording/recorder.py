@@ -16,6 +16,7 @@ from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.layout import write_layout
 from hybridflow.recording.progress import ProgressDisplay
+from hybridflow.recording.prometheus import PrometheusServer
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir, writing
 from hybridflow.recording.samples import chosen_rows, samples_of
@@ -205,9 +206,9 @@ class WritingRecorder(Recorder):
             with self._noted():
                 dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", tensors)
         with self._noted():
-            self._metrics.write(done.number, done.metrics)
-        with self._noted():
             self._write_samples(done)
+        with self._noted():
+            self._metrics.write(done.number, done.metrics)
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
@@ -235,7 +236,8 @@ class WritingRecorder(Recorder):
     def _write_samples(self, done: Iteration) -> None:
         batch, number = done.batch, self._config.metrics.num_samples
         seed = f"{self._config.seed}/{done.number}"
-        rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed)
+        groups = self._config.metrics.num_groups
+        rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed, groups=groups)
         scores, parts = vars(batch).get("raw_scores"), done.score_parts
         if scores is not None:
             scores = scores.masked_fill(batch.failed, float("nan"))
@@ -279,14 +281,16 @@ def record_run(
     written = config.metrics
     completed = forked if resumed is None else resumed
     with recorded_start(config.run_dir), ProgressDisplay(num_iterations, completed=completed) as progress:
+        trackers = open_trackers(config, goes_on=resumed is not None, say=progress.message)
+        served = [PrometheusServer(config.name, written)] if written.prometheus_port is not None else []
         metrics = MetricsWriter(
             config.run_dir,
             csv=written.csv,
             tensorboard=written.tensorboard,
             resumed=resumed,
-            others=open_trackers(config, goes_on=resumed is not None, say=progress.message),
+            others=[*trackers, *served],
         )
-        samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
+        samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed, tables=trackers)
         recorder = WritingRecorder(
             config, progress, metrics=metrics, samples=samples, decode=decode, check_lock=check_lock
         )

@@ -76,8 +76,10 @@ def _turns(batch: RolloutBatch, row: int, ids: Sequence[int], decode: Callable[[
     return found
 
 
-def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: str) -> list[int]:
+def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: str, groups: int = 0) -> list[int]:
     """So many rows of a batch, ascending: of as many prompts as there are, drawn by the seed.
+
+    groups: of so many prompts, the first of those that are drawn, all rows are chosen.
 
     num_prompts: rows of prompts from that number on cannot be shown. A prompt has a second row only where all have one.
     """
@@ -92,7 +94,7 @@ def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: 
     drawing.shuffle(order)
     most = max(map(len, order), default=0)
     dealt = [own[i] for i in range(most) for own in order if i < len(own)]
-    return sorted(dealt[:number])
+    return sorted({*dealt[:number], *(row for own in order[:groups] for row in own)})
 
 
 def _short(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hybridflow.config import MetricsConfig, MlflowConfig, RunConfig, WandbConfig
 from hybridflow.errors import EnvironmentProblem, Reasons
 from hybridflow.recording.run_dir import replace_file
+from hybridflow.recording.samples import Sample
 
 Values = Mapping[str, float]
 Say = Callable[[str], None]
@@ -23,6 +24,9 @@ T = TypeVar("T")
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}  # key of `metrics`, and extra of the package -> what it brings
 PARAMETERS, METRICS, CHARACTERS = 100, 1000, 6000  # of MLflow: in one request, and of a parameter's value
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")  # MLflow refuses it
+TABLE = ("prompt", "response", "score", "parts", "columns")  # of samples
+MOST_TABLES = 50  # that MLflow's page lists as tables: a tag has room for so many
+MOST_ROWS = 64  # of an iteration's table
 RETRY_SECONDS = 60.0  # a service that has failed is left alone for this long: each try may take as much
 
 
@@ -86,6 +90,7 @@ class WandbRun:
 
         self._place = ServiceState(config.run_dir / "wandb.json", goes_on=goes_on)
         self._say, self._lost, self._errors = say, False, (package.Error, OSError)
+        self._table = package.Table
         try:
             self._run = package.init(
                 project=wandb.project,
@@ -110,6 +115,12 @@ class WandbRun:
             return
         if self._done(lambda: self._run.log(dict(values), step=iteration), f"iteration {iteration} and what follows"):
             self._place.keep(self._run.id, iteration)
+
+    def write_samples(self, iteration: int, rows: Sequence[Sample]) -> None:
+        if iteration <= self._place.last or self._lost:
+            return
+        table = self._table(columns=list(TABLE), data=table_rows(rows))
+        self._done(lambda: self._run.log({table_name(rows): table}, step=iteration), f"samples of {iteration}")
 
     def _done(self, call: Callable[[], object], what: str) -> bool:
         try:
@@ -137,6 +148,7 @@ class MlflowRun:
         self._place = ServiceState(config.run_dir / "mlflow.json", goes_on=goes_on)
         self._error: type[Exception] = MlflowException
         self._say, self._waiting, self._retry_at = say, list[tuple[int, int, Values]](), 0.0
+        self._tables, self._lost_tables = list[str](), False
         try:
             self._client = MlflowClient(tracking_uri=mlflow.tracking_uri)
             self.name = self._opened(config, mlflow.experiment)
@@ -168,6 +180,22 @@ class MlflowRun:
         if time.monotonic() >= self._retry_at:
             self._send()
 
+    def write_samples(self, iteration: int, rows: Sequence[Sample]) -> None:
+        """A file of each iteration and kind, as MLflow's own `log_table` writes, which needs pandas. No second try."""
+        if iteration <= self._place.last or time.monotonic() < self._retry_at:
+            return
+        file = f"{table_name(rows)}_{iteration:06d}.json"
+        try:
+            self._client.log_dict(self.name, {"columns": list(TABLE), "data": table_rows(rows)}, file)
+            if file not in self._tables:
+                self._tables.append(file)
+            shown = [{"path": table, "type": "table"} for table in self._tables[-MOST_TABLES:]]
+            self._client.set_tag(self.name, "mlflow.loggedArtifacts", json.dumps(shown))
+        except self._error as error:
+            if not self._lost_tables:
+                self._say(f"MLflow does not take the samples of iteration {iteration}; samples.jsonl has them: {error}")
+            self._lost_tables = True
+
     def _send(self) -> None:
         while self._waiting:
             iteration, milliseconds, values = self._waiting[0]
@@ -198,6 +226,19 @@ class MlflowRun:
             self._say(f"MLflow has not taken the last {len(self._waiting)} iterations; metrics.csv has them")
             return
         self._client.set_terminated(self.name)
+
+
+def table_name(rows: Sequence[Sample]) -> str:
+    """Of rows of one kind."""
+    return f"samples/{rows[0]['kind']}"
+
+
+def table_rows(rows: Sequence[Sample]) -> list[list[str | float | None]]:
+    """The first rows, by TABLE; what is no text or number is JSON."""
+    return [
+        [row["prompt"], row["response"], row["score"], json.dumps(dict(row["parts"])), json.dumps(dict(row["columns"]))]
+        for row in rows[:MOST_ROWS]
+    ]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

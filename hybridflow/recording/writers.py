@@ -36,6 +36,12 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class SampleTable(Protocol):
+    """What gets the samples of an iteration, before the iteration's row of numbers."""
+
+    def write_samples(self, iteration: int, rows: Sequence[Sample]) -> None: ...
+
+
 class MetricsWriter:
     """Writes one row of metrics an iteration to RUN_DIR/metrics.csv and RUN_DIR/tensorboard.
 
@@ -93,10 +99,10 @@ class MetricsWriter:
 
 class SampleWriter:
     """Writes responses as JSON lines, for a person to read. Opening it empties the file, like metrics.csv; with
-    `resumed` the lines up to that iteration stay."""
+    `resumed` the lines up to that iteration stay. tables: what gets the rows, too, after the file."""
 
-    def __init__(self, path: str | Path, *, resumed: int | None = None) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | Path, *, resumed: int | None = None, tables: Sequence[SampleTable] = ()) -> None:
+        self._path, self._tables = Path(path), tables
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if resumed is not None:
@@ -122,6 +128,8 @@ class SampleWriter:
                 self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         with writing(self._path):
             self._file.flush()
+        for table in self._tables if rows else ():
+            table.write_samples(iteration, rows)
 
     def sync(self) -> None:
         """What was written is on the disk when this returns."""

@@ -15,6 +15,7 @@ const NAMES = { "time/rollout_seconds": "rollout", "time/estimate_seconds": "est
 
 const hidden = new Set(); // numbers of runs that are not drawn
 let smoothing = 0;
+let axis = "iteration"; // or tokens, hours
 
 const byId = (id) => document.getElementById(id);
 
@@ -94,7 +95,7 @@ function smooth(values) {
   });
 }
 
-function axes(svg, width, xs, ys, unit) {
+function axes(svg, width, xs, ys, unit, below = "iteration") {
   const [x0, x1] = xs, [y0, y1] = ys;
   const right = width - MARGIN.right, bottom = HEIGHT - MARGIN.bottom;
   const x = (value) => MARGIN.left + ((value - x0) / (x1 - x0)) * (right - MARGIN.left);
@@ -104,11 +105,30 @@ function axes(svg, width, xs, ys, unit) {
     draw(svg, "text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value, unit));
   }
   if (unit) draw(svg, "text", { class: "unit", x: MARGIN.left, y: 11 }, unit);
-  draw(svg, "text", { class: "unit", x: (MARGIN.left + right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, "iteration");
+  draw(svg, "text", { class: "unit", x: (MARGIN.left + right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, below);
   for (const value of ticks(x0, x1, Math.max(2, Math.min(6, width / 90)))) {
-    if (value % 1 === 0) draw(svg, "text", { x: x(value), y: HEIGHT - 20, "text-anchor": "middle" }, String(value));
+    const text = below === "iteration" ? String(value) : shown(value);
+    if (below !== "iteration" || value % 1 === 0) draw(svg, "text", { x: x(value), y: HEIGHT - 20, "text-anchor": "middle" }, text);
   }
   return { x, y, bottom };
+}
+
+// what the x-axis has at the end of an iteration, on straight lines between the points that the page has
+function placeOf(run, iteration) {
+  if (axis === "iteration") return iteration;
+  const { x, y } = run.axes[axis];
+  if (iteration <= x[0]) return y[0];
+  let i = nearest(x, iteration);
+  if (x[i] < iteration) i++;
+  if (i >= x.length) return y[x.length - 1];
+  return y[i - 1] + ((y[i] - y[i - 1]) * (iteration - x[i - 1])) / (x[i] - x[i - 1]);
+}
+
+function placed(run, curve) {
+  if (axis === "iteration") return curve;
+  const own = { ...curve, x: curve.x.map((at) => placeOf(run, at)) };
+  if (curve.end) own.end = curve.end.map((at) => placeOf(run, at));
+  return own;
 }
 
 function extent(curves) {
@@ -219,12 +239,12 @@ function drawChart({ figure, metric, title, unit }) {
   if (width <= 0 || figure.hidden) return; // in a closed group
   const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": `${title}${unit && `, ${unit}`}: ${ends(metric)}` });
   const drawn = RUNS.map((run, number) => ({ number, run, curve: run.curves[metric] }))
-    .filter(({ number, curve }) => curve && !hidden.has(number))
-    .map((its) => ({ ...its, smoothed: smooth(its.curve.y) }));
+    .filter(({ number, run, curve }) => curve && !hidden.has(number) && (axis === "iteration" || run.axes[axis]))
+    .map((its) => ({ ...its, told: its.curve, curve: placed(its.run, its.curve), smoothed: smooth(its.curve.y) }));
   if (!drawn.length) return;
   const xs = extent(drawn.map(({ curve }) => curve));
   const ys = range(drawn.flatMap(({ curve }) => (curve.per > 1 ? curve.low.concat(curve.high) : curve.y)));
-  const scale = axes(svg, width, xs, ys, unit);
+  const scale = axes(svg, width, xs, ys, unit, axis);
   for (const { number, curve, smoothed } of drawn) {
     const color = colorOf(number);
     if (curve.per > 1) draw(svg, "path", { class: `band ${color}`, d: band(curve, scale.x, scale.y) });
@@ -242,11 +262,11 @@ function drawChart({ figure, metric, title, unit }) {
   follow(svg, width, xs, scale, (wanted) => {
     const points = drawn.map((its) => ({ ...its, i: nearest(its.curve.x, wanted) }));
     const first = points.reduce((a, b) => (Math.abs(b.curve.x[b.i] - wanted) < Math.abs(a.curve.x[a.i] - wanted) ? b : a));
-    const lines = points.map(({ number, run, curve, smoothed, i }) => {
-      const where = curve.x[i] === first.curve.x[first.i] ? "" : ` at ${curve.x[i]}`;
+    const lines = points.map(({ number, run, told: whole, curve, smoothed, i }) => {
+      const where = whole.x[i] === first.told.x[first.i] ? "" : ` at ${whole.x[i]}`;
       return [colorOf(number), `${run.label}${where}: ${told(curve, i, smoothed, unit)}`];
     });
-    return { x: first.curve.x[first.i], title: `${title}, ${span(first.curve, first.i)}`, lines };
+    return { x: first.curve.x[first.i], title: `${title}, ${span(first.told, first.i)}`, lines };
   });
 }
 
@@ -494,6 +514,40 @@ function text(parent, title, { text, cut }) {
   put(parent, "details", { class: "long" }, summary, put(null, "pre", {}, whole));
 }
 
+function groupCard(parent, rows) {
+  // all responses to a prompt that the page has, in the chosen order
+  const card = put(parent, "article", { class: "sample group" });
+  const known = rows.map((row) => row.number).filter((number) => number !== null);
+  const mean = known.length ? `, mean score ${shown(known.reduce((a, b) => a + b, 0) / known.length)}` : "";
+  put(card, "p", { class: "score" }, `${rows.length} responses${mean}`);
+  text(card, "prompt", rows[0].prompt);
+  if (rows[0].answer) text(card, "reference answer", rows[0].answer);
+  for (const row of rows) text(card, row.score === null ? "response" : `response, score ${row.score}`, row.response);
+}
+
+function drawHistogram() {
+  const run = RUNS[Number(byId("samplerun").value)], found = run.histogram, parent = byId("histogram");
+  parent.replaceChildren();
+  if (!found) return;
+  const figure = put(parent, "figure", { class: "chart hist" }, put(null, "h3", {}, "Scores of sampled responses"));
+  const keys = put(figure, "div", { class: "keys" });
+  const halves = [found.first, found.last].slice(0, found.iterations.length);
+  found.iterations.forEach(([from, to], k) => put(keys, "span", { class: `p${k}` }, put(null, "i"), put(null, "b", {}, `iterations ${from} to ${to}`)));
+  const width = figure.clientWidth - 20, { edges } = found;
+  const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": `histogram of scores of ${run.label}` });
+  const most = Math.max(...halves.flat(), 1);
+  const xs = edges[0] < edges[edges.length - 1] ? [edges[0], edges[edges.length - 1]] : [edges[0] - 0.5, edges[0] + 0.5];
+  const scale = axes(svg, width, xs, [0, most * 1.04], "samples", "score");
+  halves.forEach((counts, k) =>
+    counts.forEach((count, i) => {
+      const from = counts.length > 1 ? edges[i] : xs[0], to = counts.length > 1 ? edges[i + 1] : xs[1];
+      const whole = Math.max(scale.x(to) - scale.x(from) - 2, 1), own = whole / halves.length;
+      const bar = draw(svg, "rect", { class: `p${k}`, x: scale.x(from) + 1 + k * own, y: scale.y(count), width: own, height: scale.bottom - scale.y(count) });
+      draw(bar, "title", {}, `${shown(edges[i])} to ${shown(edges[i + 1])}: ${count}`);
+    }),
+  );
+}
+
 function sampleCard(parent, row) {
   const card = put(parent, "article", { class: "sample" });
   if (row.score !== null) put(card, "p", { class: "score" }, `score ${row.score}`);
@@ -526,7 +580,9 @@ function showSamples() {
     const what = heldout ? "held-out prompts, greedy responses" : "training prompts";
     put(list, "h3", {}, `Iteration ${at.iteration}: ${what}`);
     const cards = put(list, "div", { class: "cards" });
-    for (const row of rows) sampleCard(cards, row);
+    const groups = new Map();
+    for (const row of rows) groups.set(row.prompt.text, [...(groups.get(row.prompt.text) ?? []), row]);
+    for (const group of groups.values()) (group.length > 1 ? groupCard(cards, group) : sampleCard(cards, group[0]));
   }
 }
 
@@ -536,6 +592,7 @@ function buildSamples() {
     const count = RUNS[Number(byId("samplerun").value)].samples.iterations.length;
     byId("sampleat").max = Math.max(0, count - 1);
     byId("sampleat").value = Math.max(0, count - 1);
+    drawHistogram();
     showSamples();
   };
   byId("samplerun").addEventListener("change", last);
@@ -558,18 +615,27 @@ function buildConfig() {
   const table = put(put(byId("configtable"), "div", { class: "wide" }), "table");
   put(table, "tr", {}, put(null, "th", {}, "key"), ...RUNS.map((run) => put(null, "th", { class: "value" }, run.label)));
   let count = 0;
+  const known = RUNS.some((run) => run.own), owned = new Set(RUNS.flatMap((run) => run.own ?? Object.keys(run.config)));
   for (const key of keys) {
     const values = RUNS.map((run) => (Object.hasOwn(run.config, key) ? run.config[key] : "not there"));
     const differs = new Set(values).size > 1;
     count += differs;
     const cells = values.map((value) => put(null, "td", { class: "value" }, put(null, "code", {}, value)));
-    put(table, "tr", { class: differs ? "differs" : "same" }, put(null, "td", {}, put(null, "code", {}, ...breakable(key))), ...cells);
+    const kind = `${differs ? "differs" : "same"}${owned.has(key) ? "" : " default"}`;
+    put(table, "tr", { class: kind }, put(null, "td", {}, put(null, "code", {}, ...breakable(key))), ...cells);
   }
   byId("differlabel").hidden = RUNS.length < 2;
   byId("differlabel").append(` (${count} of ${keys.length} keys)`);
   const apply = () => {
-    for (const row of table.querySelectorAll("tr.same")) row.hidden = byId("differ").checked;
+    for (const row of table.querySelectorAll("tr.same, tr.default")) {
+      const has = (kind) => row.classList.contains(kind);
+      row.hidden = (has("same") && byId("differ").checked) || (has("default") && byId("own").checked);
+    }
   };
+  byId("ownlabel").hidden = !known;
+  byId("ownlabel").append(` (${keys.filter((key) => owned.has(key)).length} of ${keys.length} keys)`);
+  byId("own").checked = known && RUNS.length === 1;
+  byId("own").addEventListener("change", apply);
   byId("differ").checked = RUNS.length > 1;
   byId("differ").addEventListener("change", apply);
   apply();
@@ -586,6 +652,11 @@ buildLayouts();
 buildSamples();
 buildConfig();
 byId("search").addEventListener("input", filter);
+for (const option of byId("axis").options) option.disabled = option.value !== "iteration" && !RUNS.some((run) => run.axes[option.value]);
+byId("axis").addEventListener("change", () => {
+  axis = byId("axis").value;
+  later(redraw);
+});
 byId("smoothing").addEventListener("input", () => {
   smoothing = Number(byId("smoothing").value);
   byId("smoothed").textContent = smoothing.toFixed(2);
@@ -598,5 +669,6 @@ addEventListener("resize", () => {
   later(() => {
     redraw();
     drawPhases();
+    drawHistogram();
   });
 });

@@ -17,14 +17,29 @@ from typing import Any
 from hybridflow import __version__
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.layout import RunLayout
+from hybridflow.reporting.axes import axes
 from hybridflow.reporting.head import head, utc_time
 from hybridflow.reporting.metric_titles import metric_title
 from hybridflow.reporting.points import points
 from hybridflow.reporting.runs import Curve, RunRecord
+from hybridflow.reporting.score_histogram import score_histogram
 from hybridflow.reporting.shown_samples import shown_samples
 
 SAMPLED_ITERATIONS = 100  # of a run, that the page has samples of
-FIRST_AREAS = ("eval", "reward", "actor", "critic", "kl", "rollout", "sampling", "train", "time", "reshard", "memory")
+FIRST_AREAS = (
+    "eval",
+    "reward",
+    "actor",
+    "critic",
+    "kl",
+    "rollout",
+    "sampling",
+    "train",
+    "speed",
+    "time",
+    "reshard",
+    "memory",
+)
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -61,7 +76,8 @@ def embedded(tree: Any) -> str:
 def data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     names = dict.fromkeys(name for run in runs for name, curve in run.curves.items() if curve)
     ordered = sorted(names, key=_place)
-    flat = {name for name in ordered if is_flat([run.curves[name] for run in runs if name in run.curves])}
+    alike = {name for name in ordered if is_flat([run.curves[name] for run in runs if name in run.curves])}
+    flat = {name for name in alike if not name.endswith("/lr")}  # a constant learning rate is drawn, too
     return {
         "metrics": [_titled(name) for name in ordered if name not in flat],
         "flat": [_titled(name) for name in ordered if name in flat],
@@ -100,9 +116,12 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "notes": list(run.notes),
         "curves": curves,
         "ends": {name: [_text(curve[0][1]), _text(curve[-1][1])] for name, curve in run.curves.items()},
+        "axes": axes(run.curves),
         "config": dict(run.config),
+        "own": None if run.own_keys is None else sorted(run.own_keys),
         "layout": None if run.layout is None else _layout(run.layout),
         "samples": shown_samples(run.samples, run.config),
+        "histogram": score_histogram(run.samples),
     }
 
 

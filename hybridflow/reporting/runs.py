@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import read_tree
-from hybridflow.errors import RunDirError
+from hybridflow.config.fixed_data import config_class
+from hybridflow.errors import ConfigError, RunDirError
 from hybridflow.parallel.peer_processes import is_running
 from hybridflow.parallel.watchdog import REPORT
 from hybridflow.recording.layout import RunLayout, read_layout
@@ -42,6 +43,7 @@ class RunRecord:
     layout: RunLayout | None
     samples: Samples
     notes: tuple[str, ...]
+    own_keys: frozenset[str] | None = None  # of the config, that differ from the defaults; None: not known
     starts: tuple[RunStart, ...] = ()
     last_sign: float = 0.0  # when the last start has written a row, in seconds since 1970
     is_running: bool | None = None  # None: not known here
@@ -76,13 +78,14 @@ def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:
         raise RunDirError(f"{path}: {what}; a run's is OUTPUT_DIR/NAME of its config, such as runs/quickstart")
     metrics, notes = _metrics(path / "metrics.csv")
     samples, more = read_samples(path / "samples.jsonl", sampled_iterations)
-    starts = tuple(read_starts(path))
+    starts, config = tuple(read_starts(path)), read_tree(path / "config.yaml")
     return RunRecord(
         label=label,
         path=path,
         iterations=tuple(int(row[0]) for row in metrics.rows),
         curves=_curves(metrics),
-        config=dict(_flat(read_tree(path / "config.yaml"))),
+        config=dict(_flat(config)),
+        own_keys=own_keys(config),
         layout=read_layout(path),
         samples=samples,
         notes=(*notes, *more),
@@ -171,6 +174,15 @@ def _sample(line: bytes) -> Sample | None:
 
 
 # ------------------------------------------------------------------------------------------------ config
+
+
+def own_keys(tree: dict[str, Any]) -> frozenset[str] | None:
+    """Dotted keys whose values differ from the defaults; None where the config is of another version of hybridflow."""
+    try:
+        config = config_class(tree).from_tree(tree, "config.yaml")
+    except ConfigError:
+        return None
+    return frozenset(key for key, _ in _flat(config.model_dump(mode="json", exclude_defaults=True)))
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -37,10 +37,27 @@ def answer_columns(config: Mapping[str, str]) -> list[str]:
 
 
 def chosen(rows: Sequence[Sample]) -> list[Sample]:
-    """The rows from the highest score to the lowest, those without a finite one last; of too many the two ends."""
-    ranked = sorted(rows, key=_place)
-    half = MOST_ROWS // 2
-    return ranked if len(ranked) <= MOST_ROWS else [*ranked[:half], *ranked[-half:]]
+    """The rows from the highest score to the lowest, those without a finite one last.
+
+    Of too many rows: the best and the worst prompts in turn, by their best rows, each with all rows, as many as go in.
+    A prompt that would leave half of the room empty is cut to the best and the worst rows.
+    """
+    ranked, groups = sorted(rows, key=_place), dict[str, list[Sample]]()
+    if len(ranked) <= MOST_ROWS:
+        return ranked
+    for row in ranked:
+        groups.setdefault(_plain(row["prompt"]), []).append(row)
+    found: list[Sample] = []
+    left = list(groups.values())
+    while left:
+        group = left.pop(0 if (len(groups) - len(left)) % 2 == 0 else -1)
+        room = MOST_ROWS - len(found)
+        if len(group) > room and room > MOST_ROWS // 2:
+            found += [*group[: (room + 1) // 2], *group[len(group) - room // 2 :]]
+        if len(group) > room:
+            break
+        found += group
+    return sorted(found, key=_place)
 
 
 def _is_heldout(row: Sample) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.flops import UPDATE, forward_flops
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, to_device_async, token_index
@@ -139,6 +140,14 @@ class Role:
             return filled_up(micro_batches, self.grid.pp, padded=padded, device=self._platform.device)
         return micro_batches
 
+    def _count_work(self, batch: RolloutBatch, shares: list[list[int]], *, passes: int = 1) -> None:
+        """Count so many forward passes of these rows, whole rows, which the ranks of this replica share."""
+        rows = torch.tensor([row for share in shares for row in share], dtype=torch.int64)
+        lengths = batch.lengths[rows]
+        outputs = int((lengths - batch.prompt_lengths[rows]).sum()) if self.head == "lm" else len(rows)
+        flops = forward_flops(self.spec, lengths, outputs, head=self.head)
+        self._watch.count(passes * flops * self.grid.dp / len(self.grid.layout.ranks), self.dtype)
+
     def _most_passes(self, own: int) -> int:
         """The most micro-batches of the replicas that share this one's experts."""
         most = torch.tensor(own, device=self._platform.device)
@@ -176,10 +185,13 @@ class Role:
         if ahead is None:
             rows = self._rows_of_replicas(read, None if some is None else batch.branches_of(some))
             experts = self._engines_experts(read, rows)
-            micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, experts=experts)
+            own = [rows[self.grid.dp_rank]]
+            micro_batches = self._micro_batches(read, own, make, experts=experts)
         else:
             left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.rows_left(self.grid.dp_rank)]
-            micro_batches = self._micro_batches(read, [batch.branches_of(rows).tolist() for rows in left], make)
+            own = [batch.branches_of(rows).tolist() for rows in left]
+            micro_batches = self._micro_batches(read, own, make)
+        self._count_work(read, own)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []
         if self.grid.contributes and micro_batches:
@@ -295,7 +307,9 @@ class TrainedRole(Role):
         read = _read_by(make, batch)
         rows = self._rows_of_replicas(read)
         experts = self._engines_experts(read, rows)
-        micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, one=True, experts=experts)
+        own = [rows[self.grid.dp_rank]]
+        micro_batches = self._micro_batches(read, own, make, one=True, experts=experts)
+        self._count_work(read, own, passes=UPDATE)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.architecture.flops import forward_flops
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem
@@ -24,7 +25,7 @@ from hybridflow.placement.cache_room import cache_report, cache_words, sized_her
 from hybridflow.placement.forecast import engine_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.placed import PlacedRun
-from hybridflow.recording.measure import own_bytes
+from hybridflow.recording.measure import Stopwatch, own_bytes
 from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
@@ -219,6 +220,18 @@ class Generator:
             yield
         finally:
             self.engine.sleep()
+
+    def pop_cache_use(self) -> dict[str, float]:
+        """Metrics of the engine's KV cache since the last call, zero on a rank without an engine."""
+        most, preemptions = (0.0, 0) if self.engine is None else self.engine.cache_use.pop()
+        return {"rollout/kv_cache_use_max": most, "rollout/preemptions": float(preemptions)}
+
+    def count_work(self, rollout: RolloutBatch, watch: Stopwatch) -> None:
+        """Count the forward pass of whole rows on the ranks of the engines, which share the rows."""
+        if self.engine is not None:
+            outputs = int((rollout.lengths - rollout.prompt_lengths).sum())
+            flops = forward_flops(self._actor.spec, rollout.lengths, outputs, head="lm")
+            watch.count(flops / sum(map(len, self.layout.replicas)), self._actor.dtype)
 
     @property
     def turn_counts(self) -> TurnCounts | None:

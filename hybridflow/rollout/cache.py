@@ -1,9 +1,40 @@
-"""The engine's KV cache: released while the trainer needs the memory, and back before the next generation."""
+"""The engine's KV cache: released while the trainer needs the memory, and back before the next generation; its use."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import LLM
+
+
+class CacheUse:
+    """How full the scheduler's KV cache was, and how many requests lost their blocks to others, since the last `pop`.
+
+    vLLM 0.32.0 counts both for its own log alone, and with the log come counters of every request. Here the scheduler's
+    methods are wrapped: the cache is fullest when a step has its blocks and has not run yet.
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        core: Any = llm.llm_engine.engine_core
+        scheduler = core.engine_core.scheduler
+        self._most, self._preemptions = 0.0, 0
+        schedule, preempt, pool = scheduler.schedule, scheduler._preempt_request, scheduler.kv_cache_manager.block_pool
+
+        def scheduled(*args: Any, **named: Any) -> Any:
+            found = schedule(*args, **named)
+            self._most = max(self._most, pool.get_usage())
+            return found
+
+        def preempted(*args: Any, **named: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **named)
+
+        vars(scheduler).update(schedule=scheduled, _preempt_request=preempted)
+
+    def pop(self) -> tuple[float, int]:
+        """(largest share of the blocks, preemptions)."""
+        found = self._most, self._preemptions
+        self._most, self._preemptions = 0.0, 0
+        return found
 
 
 class KVCache(Protocol):

@@ -19,6 +19,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
+from hybridflow.rollout.cache import CacheUse
 from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
@@ -120,7 +121,7 @@ class RolloutEngine:
                 **config.engine_arguments.given(),
             )
         self._engine = self._llm.llm_engine
-        self.kv_cache = device.kv_cache(self._llm)
+        self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
         records = routing if place.tp == 0 else None
@@ -139,7 +140,7 @@ class RolloutEngine:
         runner._cleanup_profiling_kv_cache = runner.kv_caches.clear  # vLLM's collects garbage, too early to find much
         self._routing = None
         self._engine.engine_core.shutdown()
-        del self._llm, self._engine, self.kv_cache
+        del self._llm, self._engine, self.kv_cache, self.cache_use
         gc.unfreeze()
         gc.collect()  # the engine refers to itself
 

@@ -155,7 +155,7 @@ class OnlineTrainer:
         if files is None:
             prepare_vllm()  # reports a missing vLLM before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
-        watch = Stopwatch(self.platform.synchronize)
+        watch = Stopwatch.of(self.platform)
         self.caller = self._caller()
         world = RunContext(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))

@@ -45,6 +45,12 @@ def test_lengths_scores_and_groups_by_hand() -> None:
     assert found["rollout/log_prob_diff_mean"] == found["rollout/log_prob_diff_max"] == 0.5
 
 
+def test_percentiles_of_response_lengths_are_lengths_that_there_are() -> None:
+    """Of 0, 1, 1, 1, 2, 3, by hand: the first, the third, and the sixth."""
+    found = {name: float(x) for name, x in batch_metrics(batch()).items()}
+    assert [found[f"rollout/response_length_p{share}"] for share in (10, 50, 90, 99)] == [0, 1, 3, 3]
+
+
 def test_where_each_prompt_has_one_response_there_are_no_groups() -> None:
     assert "reward/equal_groups_fraction" not in batch_metrics(batch(prompt_indices=torch.arange(6)))
 

@@ -37,6 +37,19 @@ def test_a_line_shows_what_matters_in_a_fixed_order() -> None:
     assert iteration_line(12, 60, METRICS) == expected
 
 
+def test_a_line_says_what_slowed_the_iteration() -> None:
+    waited = {"time/iteration_seconds": 30.0, "time/slowest_rank": 5.0, "time/slowest_rank_seconds": 6.04}
+    assert iteration_line(1, 2, waited) == "iteration 1/2  30.0 s  waited 6.0 s for rank 5"
+    assert iteration_line(1, 2, waited | {"time/slowest_rank_seconds": 2.9}) == "iteration 1/2  30.0 s"
+    assert (
+        iteration_line(1, 2, waited | {"time/iteration_seconds": 2.0, "time/slowest_rank_seconds": 0.9})[-5:] == "2.0 s"
+    )
+    assert iteration_line(1, 2, {"rollout/preemptions": 12.0}) == "iteration 1/2  12 preemptions"
+    assert (
+        iteration_line(1, 2, {"rollout/preemptions": 0.0, "speed/iteration_mfu": 0.412}) == "iteration 1/2  mfu 41.2%"
+    )
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [

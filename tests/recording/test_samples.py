@@ -17,6 +17,14 @@ def test_rows_are_of_as_many_prompts_as_there_are() -> None:
         assert len(set(more)) == 6 and {INDICES[row].item() for row in more} == {0, 1, 2, 3}
 
 
+def test_whole_groups_are_of_prompts_that_are_chosen_anyway() -> None:
+    for seed in map(str, range(5)):
+        alone, both = chosen_rows(INDICES, 4, 1, seed=seed), chosen_rows(INDICES, 4, 1, seed=seed, groups=1)
+        prompt = int(INDICES[alone[0]])
+        assert both == (INDICES == prompt).nonzero().flatten().tolist()
+        assert len(chosen_rows(INDICES, 4, 0, seed=seed, groups=9)) == int((INDICES < 4).sum())
+
+
 def test_the_seed_decides() -> None:
     assert chosen_rows(INDICES, 4, 4, seed="0/1") == chosen_rows(INDICES, 4, 4, seed="0/1")
     assert len({tuple(chosen_rows(INDICES, 4, 4, seed=f"0/{i}")) for i in range(20)}) > 10

@@ -18,7 +18,7 @@ import pytest
 from hybridflow.config import ExperimentConfig, MetricsConfig, MlflowConfig, WandbConfig
 from hybridflow.errors import ConfigError, EnvironmentProblem
 from hybridflow.recording.recorder import record_run
-from hybridflow.recording.trackers import MlflowRun, ServiceState, check_trackers
+from hybridflow.recording.trackers import MOST_ROWS, TABLE, MlflowRun, ServiceState, check_trackers, table_rows
 from tests.messages import like
 from tests.recording.test_resume import config, record
 
@@ -96,6 +96,19 @@ def written(c: ExperimentConfig) -> None:
         record(recorder, range(3, 6))
 
 
+def of_samples(c: ExperimentConfig, iteration: int) -> list:
+    """A row of the iteration's table, from samples.jsonl."""
+    samples = map(json.loads, (c.run_dir / "samples.jsonl").read_text().splitlines())
+    [row] = [row for row in samples if row["iteration"] == iteration]
+    return [row["prompt"], row["response"], row["score"], json.dumps(row["parts"]), json.dumps(row["columns"])]
+
+
+def test_a_table_has_the_first_rows_and_json_for_what_is_no_text() -> None:
+    row = {"kind": "train", "prompt": "p", "response": "r", "score": None, "parts": {"a": 0.5}, "columns": {"x": [1]}}
+    found = table_rows([row] * (MOST_ROWS + 1))
+    assert len(found) == MOST_ROWS and found[0] == ["p", "r", None, '{"a": 0.5}', '{"x": [1]}']
+
+
 SCORES = {i: i / 3 for i in range(1, 6)}  # reward/score_mean by iteration
 
 
@@ -112,6 +125,12 @@ def test_wandb_gets_every_iteration_once(tmp_path: Path, capsys: pytest.CaptureF
     rows = dict(first + second)
     assert {step: row["reward/score_mean"] for step, row in rows.items() if step} == SCORES
     assert rows[0]["eval/accuracy"] == 0.25 and rows[4]["eval/accuracy"] == 0.5
+    sizes = {
+        tuple(row[f"samples/train/{key}"] for key in ("_type", "nrows", "ncols")) for row in list(rows.values())[1:]
+    }
+    assert sizes == {("table-file", 1, 5)}
+    shown = (files[0].parent / "files" / rows[4]["samples/train/path"]).read_text()
+    assert json.loads(shown) == {"columns": list(TABLE), "data": [of_samples(c, 4)]}
     assert f"Weights & Biases: run {place['name']}, offline, in {c.run_dir}/wandb" in capsys.readouterr().out
 
 
@@ -219,6 +238,12 @@ def test_mlflow_gets_every_iteration_once(mlflow: MlflowConfig, tmp_path: Path) 
     assert run.data.params["actor.optimizer.lr"] == "0.001" and run.data.params["metrics.mlflow.experiment"] == "tests"
     history = client.get_metric_history(run.info.run_id, "reward/score_mean")
     assert [(metric.step, metric.value) for metric in history] == list(SCORES.items())
+    tables = [f"samples/train_{i:06d}.json" for i in range(1, 6)]
+    assert sorted(file.path for file in client.list_artifacts(run.info.run_id, "samples")) == tables
+    shown = Path(client.download_artifacts(run.info.run_id, tables[3])).read_text()
+    assert json.loads(shown) == {"columns": list(TABLE), "data": [of_samples(c, 4)]}
+    listed = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert listed[-1] == {"path": tables[4], "type": "table"}
     history = client.get_metric_history(run.info.run_id, "eval/accuracy")
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.25), (4, 0.5)]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybridflow.errors import RecordError
+from hybridflow.parallel import host_memory
 from hybridflow.recording import measure
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
@@ -292,5 +293,5 @@ def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object, **__: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(measure.Path, "read_text", absent)
+    monkeypatch.setattr(host_memory.Path, "read_text", absent)
     assert peak_rss_mb() == pytest.approx(expected, rel=0.2)

@@ -12,7 +12,7 @@ from hybridflow.reporting.metric_titles import TITLES, MetricTitle, known_title,
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hybridflow"
 WRITERS = ("recording/iteration.py", "recording/recorder.py", "trainers/loop.py", "rewards/scorer.py")
-WRITERS += ("data/left_out.py", "flows/*.py")
+WRITERS += ("data/left_out.py", "flows/*.py", "recording/costs.py", "roles/generator.py")
 METRIC = re.compile(rf"({'|'.join(AREAS)})/[\w/]+")
 STEMS = {"sampling/x", "eval/x"}  # of other literals the first part
 REPORTED = ("loss", "grad_norm", "entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")

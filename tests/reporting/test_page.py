@@ -8,6 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from hybridflow.config import ExperimentConfig
 from hybridflow.reporting.page import data, embedded, is_flat, page
 from hybridflow.reporting.runs import read_runs
 from tests.reporting.run_dirs import HOSTILE, make_run
@@ -58,6 +59,25 @@ def test_metrics_that_are_looked_at_first_come_first_and_flat_ones_apart(tmp_pat
         *("reward/<b>x</b>", "time/rollout_seconds", "time/estimate_seconds", "time/generate_seconds")
     ]
     assert found["flat"][1]["unit"] == "s"
+
+
+def test_a_learning_rate_is_drawn_though_it_is_constant(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", num_iterations=1)
+    (path / "metrics.csv").write_text("iteration,actor/lr,actor/loss\n1,0.001,0.5\n2,0.001,0.5\n")
+    found = data(read_runs([path], sampled_iterations=9))
+    assert [metric["title"] for metric in found["metrics"]] == ["Learning rate of the actor"]
+    assert [metric["name"] for metric in found["flat"]] == ["actor/loss"]
+
+
+def test_keys_that_differ_from_the_defaults(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", num_iterations=1)
+    assert data(read_runs([path], sampled_iterations=9))["runs"][0]["own"] is None, "this config is of no version"
+    overrides = ["seed=7", "actor.optimizer.weight_decay=0.0", "metrics.num_samples=4"]
+    (path / "config.yaml").write_text(ExperimentConfig.from_yaml(ROOT / "configs/quickstart.yaml", overrides).to_yaml())
+    [run] = data(read_runs([path], sampled_iterations=9))["runs"]
+    own = set(run["own"])
+    assert {"name", "seed", "actor.model", "actor.optimizer.lr", "reward.models.0.model"} <= own <= set(run["config"])
+    assert not own & {"metrics.num_samples", "checkpoint.keep_last", "actor.optimizer.betas", "nonfinite.action"}
 
 
 def test_flat_is_one_finite_value_all_along() -> None:

@@ -20,6 +20,15 @@ def test_the_best_come_first_and_of_many_the_worst_stay() -> None:
     assert [row["score"] for row in many] == [*range(39, 31, -1), *range(7, -1, -1)]
 
 
+def test_of_many_prompts_whole_groups_are_shown() -> None:
+    """Of ten prompts with 5 rows the best two and the worst one, whole: a fourth has no room."""
+    rows = [sample(float(10 * prompt + i), prompt=f"p{prompt}") for i in range(5) for prompt in range(10)]
+    shown = [row["prompt"] for row in chosen(rows)]
+    assert shown == ["p9"] * 5 + ["p8"] * 5 + ["p0"] * 5
+    one = [sample(float(i), prompt="large") for i in range(40)] + [sample(99.0, prompt="small")]
+    assert [row["score"] for row in chosen(one)] == [99, *range(39, 31, -1), *range(6, -1, -1)]
+
+
 def test_held_out_and_training_are_kept_apart() -> None:
     rows = [sample(float(i), kind="train") for i in range(40)] + [sample(1.0, kind="heldout")] * 3
     [iteration] = shown_samples(Samples({7: rows}, 1), {})["iterations"]

@@ -95,6 +95,8 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict[str
     found: dict[str, object] = {
         "cached": sum(cached),
         "preempted": preempt.call_count,
+        "cache_use": engine.cache_use.pop(),
+        "cache_use_again": engine.cache_use.pop(),
         "told": sum(r.experts is not None for r in responses),
     }
     place = layout.coordinates(platform.rank)

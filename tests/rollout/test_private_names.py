@@ -62,8 +62,12 @@ NAMES = {
     "vllm.v1.sample.sampler": (*("Sampler.forward", "Sampler.apply_logits_processors", "Sampler.apply_temperature"),),
     "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput", "LogprobsLists"),
     # cpu/engine/decoding.py
-    "vllm.v1.core.sched.scheduler": ("Scheduler.schedule", "Scheduler.get_request_counts"),
-    "vllm.v1.core.block_pool": ("BlockPool.get_num_free_blocks",),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.schedule",
+        "Scheduler.get_request_counts",
+        "Scheduler._preempt_request",
+    ),
+    "vllm.v1.core.block_pool": ("BlockPool.get_num_free_blocks", "BlockPool.get_usage"),
     "vllm.v1.request": ("Request.num_tokens", "Request.num_output_tokens"),
     "vllm.v1.worker.cpu_model_runner": tuple(
         f"CPUModelRunner.{name}" for name in ("execute_model", "sample_tokens", "_model_forward", "_sample")

@@ -55,6 +55,9 @@ def test_they_are_those_that_transformers_chooses(name: str, results: list[dict]
         if case.samples > 1:
             assert found["cached"] > 0, "some prompts come from the cache"
         assert (found["preempted"] > 0) == (name == "full cache"), "what was computed again"
+        most, preemptions = found["cache_use"]
+        assert preemptions == found["preempted"] and found["cache_use_again"] == [0.0, 0]
+        assert most == 1 if name == "full cache" else 0 < most < 1, most
 
 
 # ------------------------------------------------------------------------------------------------ V2

@@ -1,0 +1,68 @@
+"""Floating-point operations of a model, from shapes alone, and the peaks of known devices. Pure.
+
+    forward_flops(spec, lengths, outputs, head="lm")    2 k n of each product and token, 4 heads head_dim of each pair
+
+A pair is a query with a key that causal attention looks at: length^2 / 2 of a row. An update takes three times a
+forward pass. These are the model's operations: what is computed again, or left out as prompts that rows share, changes
+no count.
+"""
+
+from collections import Counter
+
+from torch import Tensor
+
+from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
+
+UPDATE = 3  # forward passes that an update is worth: the backward pass has two products for each
+# FLOP/s without sparsity, float32 without TF32: data sheets, as automap/profiles has them. A device is known by a part
+# of the name that CUDA has for the device, unless the name has a part of OTHERS, which are slower.
+PEAKS = {
+    "H200": {"bfloat16": 989e12, "float32": 67e12},
+    "H100": {"bfloat16": 989e12, "float32": 67e12},
+    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
+    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
+}
+OTHERS = ("PCIe", "NVL", "MIG")
+
+
+def layer_products(
+    spec: ModelSpec, kind: LayerKind, *, tp: int = 1, expert_tp: int = 1
+) -> list[tuple[float, float, float]]:
+    """(k, n, share of the tokens) of a layer's products on a tensor-parallel rank: one for each expert of a token."""
+    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
+    hidden, gates = float(spec.hidden_size), 2 if spec.traits.gated else 1
+
+    def mlp(width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
+        return [(hidden, gates * width, share), (width, hidden, share)]
+
+    attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
+    everywhere = mlp(spec.mlp_size(kind) / tp) if spec.mlp_size(kind) else []
+    if kind == "dense":
+        return [*attention, *everywhere]
+    experts = mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
+    return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *everywhere]
+
+
+def attention_flops(spec: ModelSpec, pairs: float) -> float:
+    """Of a layer forward: 4 heads head_dim a pair (Dao et al. 2022)."""
+    return 4 * pairs * spec.num_heads * spec.head_dim
+
+
+def forward_flops(spec: ModelSpec, lengths: Tensor, outputs: int, *, head: Head) -> float:
+    """Of rows of these lengths, (N,), each run whole. outputs: tokens or rows that the head is read at."""
+    tokens, pairs = int(lengths.sum()), float(lengths.double().square().sum()) / 2
+    layers = Counter(map(spec.layer_kind, range(spec.num_layers)))
+    products = sum(
+        count * 2 * k * n * share * tokens
+        for kind, count in layers.items()
+        for k, n, share in layer_products(spec, kind)
+    )
+    columns = spec.vocab_size if head == "lm" else 1
+    return products + spec.num_layers * attention_flops(spec, pairs) + 2 * spec.embedding_size * columns * outputs
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """FLOP/s of a device by name; None where the device is not known."""
+    if any(part in device for part in OTHERS):
+        return None
+    return next((peaks.get(dtype) for part, peaks in PEAKS.items() if part in device), None)
