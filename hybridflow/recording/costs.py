@@ -99,7 +99,7 @@ def _costs(
         **largest,
         **_rates(batch, slowest, seconds, num_steps),
         "time/idle_fraction": float(idle.mean()),
-        "train/tokens_per_sec_per_gpu": len(batch.input_ids) / slowest / len(of_ranks),
+        "speed/tokens_per_sec_per_gpu": len(batch.input_ids) / slowest / len(of_ranks),
         **speed_metrics(flops, ideal, seconds, slowest),
         **wait_metrics(waited, totals.flatten()),
     }

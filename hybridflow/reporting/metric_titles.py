@@ -92,7 +92,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "sampling/longer/truncated_fraction": ("Responses cut, longer prompts", "share"),
     "sampling/longer/score_mean": ("Mean score, longer prompts", ""),
     "train/tokens_per_sec": ("Training speed, whole iteration", "tokens/s"),
-    "train/tokens_per_sec_per_gpu": ("Training speed by GPU, or by rank on CPUs", "tokens/s"),
+    "speed/tokens_per_sec_per_gpu": ("Training speed by GPU, or by rank on CPUs", "tokens/s"),
     "train/step_time_ms": ("Time of an optimizer step", "ms"),
     "train/lost_to_nonfinite": ("Step lost to a number that is not finite", ""),
     "speed/iteration_tflops": ("Model operations by rank, whole iteration", "TFLOP/s"),

@@ -39,7 +39,7 @@ OVERRIDES = (
 BY_PROMPT_LENGTH = [{"up_to": 5, "samples_per_prompt": 3, "temperature": 1.2, "max_response_length": 5}]
 EVALUATION = ("metrics.eval_interval=2", "metrics.eval_reward=hybridflow.rewards:exact_match")
 # columns of metrics.csv that measure the machine
-MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec")
+MEASURED = re.compile(r"(time|speed|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec")
 
 pytestmark = pytest.mark.distributed
 

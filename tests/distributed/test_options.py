@@ -14,7 +14,7 @@ from tests.launch import run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 # metrics that measure the machine, and bytes with the engine
-MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|bytes_with_engine")
+MEASURED = re.compile(r"(time|speed|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|bytes_with_engine")
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def trained(config: ExperimentConfig, run: Path, *, holes: bool) -> dict[str, Te
     return found | {
         f"metric {name}": torch.tensor(float(x))
         for name, x in done.metrics.items()
-        if not name.startswith(("memory/", "time/")) and not name.endswith(("_ms", "_per_sec"))
+        if not name.startswith(("memory/", "speed/", "time/")) and not name.endswith(("_ms", "_per_sec"))
     }
 
 

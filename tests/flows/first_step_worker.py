@@ -29,7 +29,7 @@ from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.waiting_worker import asked, gathered
 
 NUM_ITERATIONS = 2
-BY_THE_CLOCK = ("time/", "memory/", "seconds", "per_sec", "_ms")
+BY_THE_CLOCK = ("time/", "speed/", "memory/", "seconds", "per_sec", "_ms")
 SGD = "actor.optimizer={name: sgd, lr: 0.01}"  # Adam makes steps of size lr out of differences of rounding
 TP1, TP2 = "actor.tensor_parallel_size=1", "actor.tensor_parallel_size=2"
 PP2 = (TP1, "actor.pipeline_parallel_size=2")

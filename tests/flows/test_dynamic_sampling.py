@@ -287,7 +287,7 @@ TEMPERATURES, LIMITS, SIZES = (0.6, 1.3, 1.0), (8, 5, 8), (3, 4, 2)  # of the bu
 def rows(run: Path) -> list[dict[str, str]]:
     with (run / "metrics.csv").open() as file:
         found = list(csv.DictReader(file))
-    timed = re.compile("time/|_ms$|tokens_per_sec|throughput|memory/|idle|seconds")
+    timed = re.compile("time/|speed/|_ms$|tokens_per_sec|throughput|memory/|idle|seconds")
     return [{name: value for name, value in row.items() if not timed.search(name)} for row in found]
 
 

@@ -28,7 +28,7 @@ from tests.messages import like
 pytestmark = pytest.mark.distributed
 thorough = pytest.mark.thorough
 
-NOT_COMPARED = ("time/", "memory/", "tokens_per_sec", "_ms", "idle_fraction", "seconds", "throughput")
+NOT_COMPARED = ("time/", "speed/", "memory/", "tokens_per_sec", "_ms", "idle_fraction", "seconds", "throughput")
 IDLE = ROOT / "tests" / "launcher" / "idle"  # on Python's path: ranks that only wait
 ENDED = 30.0  # seconds from a failure to the end of all others, as the launcher promises
 
