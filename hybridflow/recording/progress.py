@@ -10,6 +10,7 @@ A metric may be a tensor; it is read when it is shown.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -41,6 +42,7 @@ SHOWN = {
     "time/iteration_seconds": "{:.1f} s",
 }
 EVALUATED = "eval/"  # how the metrics of an evaluation begin
+OF_SET = re.compile(r"eval/([^/]+)/accuracy")  # of a held-out set by name
 SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
 
 
@@ -84,7 +86,7 @@ class ProgressDisplay:
 
 def iteration_line(iteration: int, num_iterations: int, metrics: Metrics) -> str:
     """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`"""
-    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN))])
+    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN)), *_of_sets(metrics)])
 
 
 def summary_table(rows: list[tuple[str, str]]) -> Table:
@@ -164,6 +166,12 @@ class _Lines:
 
 def _shown(metrics: Metrics, names: tuple[str, ...]) -> list[str]:
     return [SHOWN[name].format(float(metrics[name])) for name in names if name in metrics]
+
+
+def _of_sets(metrics: Metrics) -> list[str]:
+    """The accuracy on each held-out set by name."""
+    found = [(OF_SET.fullmatch(name), value) for name, value in metrics.items()]
+    return [f"{match[1]} {float(value):.3g}" for match, value in found if match]
 
 
 def _print_line(console: Console, text: str) -> None:

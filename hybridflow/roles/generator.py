@@ -80,8 +80,8 @@ class Generator:
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
     turns: how rows go on where an environment answers them, which takes the world's `groups`.
-    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
-    emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
+    params: vLLM's sampling parameters of `sampled` responses. costs: of the reshards since somebody emptied the list.
+    own_bytes: weights of the engine outside the trainer's memory, while it has them.
     """
 
     def __init__(
@@ -121,16 +121,13 @@ class Generator:
         self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
-        self.own_bytes, self.params = 0, {}
+        self.own_bytes, self.params, self._eos_token_ids = 0, {}, eos_token_ids
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
-                self.params = {
-                    "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
-                    "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
-                }
+                self.params = {"sampled": self.engine.sampling_params(config.sampling, eos_token_ids)}
                 self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
                 self.engine.sleep()
         self.costs.clear()
@@ -241,14 +238,14 @@ class Generator:
         self,
         prompts: PromptBatch,
         *,
-        greedy: bool = False,
+        temperature: float | None = None,
         samples_per_prompt: LengthBuckets[int],
         iteration: int,
         first_prompt: int,
         generation: int = 0,
         listener: RolloutListener | None = None,
     ) -> RolloutBatch:
-        """See `rollout.generation.generate`; greedy takes the likeliest token always.
+        """See `rollout.generation.generate`. temperature: None: of `sampling`; 0: always the likeliest token.
 
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
@@ -256,10 +253,13 @@ class Generator:
         if self.turns is not None:
             counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
             taking = self.turns.begin(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
+        params = self.params.get("sampled")
+        if temperature is not None and self.engine is not None:
+            params = self.engine.params_at(temperature, sampling, self._eos_token_ids)
         return generate(
             self.engine,
             prompts,
-            self.params.get("greedy" if greedy else "sampled"),
+            params,
             samples_per_prompt=samples_per_prompt,
             buckets=sampling.buckets,
             limits=sampling.limits,
@@ -271,7 +271,7 @@ class Generator:
             rank=self._platform.rank,
             exchange=self._exchange,
             listener=None if listener is None else _ReleasingListener(self, listener),
-            records=None if greedy else self._actor.records,  # nothing is trained on greedy responses
+            records=self._actor.records if temperature is None else None,  # nothing is trained on the others
             stages=self._placed.stages,
             turns=taking,
             num_rewards=0 if self.turns is None else self.turns.environments.num_rewards,

@@ -8,7 +8,6 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +24,7 @@ from hybridflow.data.reencode import Reencoder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.dynamic_sampling import with_records
-from hybridflow.flows.evaluate import evaluate
+from hybridflow.flows.evaluate import HeldoutSet, evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.generation import Generation
 from hybridflow.flows.hooks import RunHooks
@@ -59,7 +58,7 @@ from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.environments import environments_of, right_of
+from hybridflow.trainers.environments import environments_of, evaluation_notes, judge_of
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 from hybridflow.user_code import search_beside
@@ -342,30 +341,39 @@ class OnlineTrainer:
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy responses to the held-out prompts: how many are right, and their mean score."""
-        heldout = self.inputs.heldout
-        if heldout is None:
+    def evaluate(self, *, whole: bool = True) -> dict[str, float]:
+        """Responses to the held-out prompts: how many are right, and their mean score.
+
+        whole: on all sets; else on those whose turn it is.
+        """
+        sets = [
+            HeldoutSet(name, self.inputs.heldout[name].all_that_start(), each.samples, each.temperature)
+            for name, each in self.config.data.heldout_sets.items()
+            if whole or self.run.state.iteration % (each.interval or 1) == 0
+        ]
+        if not self.inputs.heldout:
             raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
-        prompts = heldout.all_that_start()
+        judge, metrics = judge_of(self.config, self.caller), dict[str, float]()
         with self.watchdog.phase("evaluate"):
-            responses = self.generation.greedy_responses(prompts)
-            right = right_of(self.config, self.caller, responses)
-            return evaluate(
-                responses,
-                prompts,
-                right,
-                caller=self.caller,
-                scorer=self.roles.scorer,
-                exchange=self.exchange,
-                show=partial(self.hooks.heldout, self.run.state.iteration, prompts, responses),
-            )
+            for heldout, responses in zip(sets, self.generation.heldout_responses(sets), strict=True):
+                found = evaluate(
+                    heldout,
+                    responses,
+                    judge,
+                    caller=self.caller,
+                    scorer=self.roles.scorer,
+                    exchange=self.exchange,
+                )
+                self.hooks.heldout(self.run.state.iteration, heldout.name, heldout.prompts, responses, found.marks)
+                metrics |= found.metrics()
+        return metrics
 
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*self.generator.notes(), *environment_notes(self.config)]
         if self.trains:
             notes += warmup_notes(self.config, num_iterations)
+        notes += evaluation_notes(self.config)
         again = getattr(self.config.algorithm, "dynamic_sampling", None) is not None  # it may draw several times
         drawn = num_iterations * self.config.data.prompts_per_iteration
         notes += mixture_lines("data.train", self.inputs.train.rows, drawn, at_least=again)

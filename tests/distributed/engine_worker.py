@@ -140,7 +140,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     }
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
-    greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    greedy = engine.generate(requests, engine.params_at(0.0, SAMPLING, ()))
     with mock.patch.object(platforms.Platform, "synchronize") as wait:
         sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
     record["waits"] = wait.call_count
@@ -156,7 +156,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     if case.dtype == "bfloat16":
         with vllms_own_loader():
             other = build(case, checkpoints, platform)
-        record["as_vllm_loads_it"] = greedy == other.generate(requests, other.greedy_params(SAMPLING, ()))
+        record["as_vllm_loads_it"] = greedy == other.generate(requests, other.params_at(0.0, SAMPLING, ()))
         record["as_vllm_loads_it"] &= sampled == other.generate(requests, other.sampling_params(SAMPLING, ()))
         other.close()
     return record
@@ -249,7 +249,7 @@ def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[
     asleep = cache_bytes(engine)
     engine.wake_up()
     engine.reset_prefix_cache()
-    again = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    again = engine.generate(requests, engine.params_at(0.0, SAMPLING, ()))
     return {
         "nbytes": [awake, asleep, cache_bytes(engine)],
         "same_after_sleep": [response.token_ids for response in again] == tokens,
@@ -271,7 +271,7 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         started = time.monotonic()
         engine = build(case, checkpoints, platform, sleep_level=0)
         seconds.append(time.monotonic() - started)
-        engine.generate([Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
+        engine.generate([Request(prompts()[0], 0)], engine.params_at(0.0, SAMPLING, ()))
         engine.sleep()
         kept.append(cache_bytes(engine))
         engine.close()
