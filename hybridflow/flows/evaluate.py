@@ -29,6 +29,11 @@ class HeldoutSet:
     samples: int = 1
     temperature: float = 0.0
 
+    @property
+    def title(self) -> str:
+        """For people and files."""
+        return self.name or "heldout"
+
 
 @dataclass(frozen=True)
 class Judge:
