@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from hybridflow.trainers.online import OnlineTrainer
 
 LOG = logging.getLogger(__name__)
+WIDTH = 112  # columns of a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -289,22 +290,24 @@ def _evaluate_here(config: AnyConfig, options: argparse.Namespace) -> None:
     """As one rank, with nothing but the libraries loaded. A signal ends it: there is nothing to save."""
     from rich.console import Console
 
-    from hybridflow.parallel.rank_log import log_error
+    from hybridflow.parallel.rank_log import log_error, open_rank_log
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.trainers.evaluation import Evaluator
-    from hybridflow.trainers.evaluation_results import results_table, write_results
+    from hybridflow.trainers.evaluation_results import pass_lines, results_table, write_results
 
     assert isinstance(config, ExperimentConfig), "`hybridflow eval` writes no other config"
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds, signals=()))
     try:
+        open_rank_log()
         evaluator = Evaluator(config, watchdog)
         first = evaluator.platform.rank == 0
         evaluated = evaluator.evaluate(lambda line: print(line, flush=True) if first else None)
         if first:
             file = write_results(config, evaluated, evaluator.inputs)
-            Console().print(results_table(evaluated))
-            print(f"results: {file}", flush=True)
+            (Console() if sys.stdout.isatty() else Console(width=WIDTH)).print(results_table(evaluated))
+            for line in [*pass_lines(evaluated), f"results: {file}"]:
+                print(line, flush=True)
     except Exception as error:
         log_error(error)
         watchdog.note_failure(error)  # does not return where another rank's end is the cause

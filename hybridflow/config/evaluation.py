@@ -93,7 +93,7 @@ def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _sampled(heldout: Any, samples: int | None, temperature: float | None, of_training: float) -> Tree:
-    """Sets by name, with other samples and temperatures. of_training: the temperature, where a set of several has none."""
+    """Sets by name, with other samples and temperatures. of_training: temperature of several where a set has none."""
     sets = heldout if is_sets(heldout) else {ONLY: {"files": heldout}}
     found = {}
     for name, each in sets.items():

@@ -78,6 +78,8 @@ class Evaluator:
             for name, each in self.config.data.heldout_sets.items()
         ]
         judge = judge_of(self.config, self._caller)
+        for line in [*self.inputs.notes(), *self._generation.generator.notes()]:
+            say(line)
         with self.watchdog.phase("evaluate"):
             found = self._generation.heldout_responses(sets, lambda heldout: say(_announced(heldout)))
             say("judging")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +23,7 @@ RESULTS = "results.json"
 
 def write_results(config: ExperimentConfig, evaluated: Sequence[EvaluatedSet], inputs: Inputs) -> Path:
     """Write RESULTS and SET.jsonl into the directory of the evaluation, over those of before. Errors: RecordError."""
-    step = STEP.fullmatch(config.name)
+    step = STEP.fullmatch(Path(config.actor.model).parent.name)
     iteration = int(step[1]) if step else 0
     for each in evaluated:
         _write_samples(config.run_dir / f"{each.heldout.title}.jsonl", each, inputs, iteration)
@@ -65,33 +66,35 @@ def ks(samples: int) -> list[int]:
 
 
 def results_table(evaluated: Sequence[EvaluatedSet]) -> Table:
-    """A row a set. A share that a set does not have is left out."""
-    most = max(each.heldout.samples for each in evaluated)
-    shares = [f"pass@{k}" for k in ks(most)[1:]]
-    table = Table()
-    for name in ("set", "prompts", "k", "temperature", "avg@k", *shares, *(["majority@k"] if most > 1 else [])):
-        table.add_column(name, justify="left" if name == "set" else "right", no_wrap=True)
-    for name in ("score", "length", "cut"):
+    """A row a set. A set of one response to each prompt has neither pass@k nor majority@k."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("set", no_wrap=True)
+    for name in ("prompts", "k", "temp", "avg@k", "pass@k", "maj@k", "score", "length", "cut"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in evaluated:
-        table.add_row(*map(Text, _cells(each, ks(most)[1:], most)))
+        heldout, several = each.heldout, each.heldout.samples > 1
+        cells = [
+            heldout.title,
+            str(len(heldout.prompts)),
+            str(heldout.samples),
+            f"{heldout.temperature:g}" if heldout.temperature else "greedy",
+            f"{each.accuracy:.1%}",
+            f"{each.pass_at(heldout.samples):.1%}" if several else "",
+            f"{each.majority:.1%}" if several else "",
+            "" if each.score_mean is None else f"{each.score_mean:.3f}",
+            f"{each.response_length_mean:.1f}",
+            f"{each.truncated_fraction:.1%}",
+        ]
+        table.add_row(*map(Text, cells))
     return table
 
 
-def _cells(each: EvaluatedSet, wanted: Sequence[int], most: int) -> list[str]:
-    heldout, own = each.heldout, ks(each.heldout.samples)
-    majority = [f"{each.majority:.1%}" if heldout.samples > 1 else ""] * (most > 1)
+def pass_lines(evaluated: Sequence[EvaluatedSet]) -> list[str]:
+    """pass@k by k, a line for each set of several samples."""
     return [
-        heldout.title,
-        str(len(heldout.prompts)),
-        str(heldout.samples),
-        f"{heldout.temperature:g}" if heldout.temperature else "greedy",
-        f"{each.accuracy:.1%}",
-        *(f"{each.pass_at(k):.1%}" if k in own else "" for k in wanted),
-        *majority,
-        "" if each.score_mean is None else f"{each.score_mean:.3f}",
-        f"{each.response_length_mean:.1f}",
-        f"{each.truncated_fraction:.1%}",
+        f"{each.heldout.title}: " + "  ".join(f"pass@{k} {each.pass_at(k):.1%}" for k in ks(each.heldout.samples))
+        for each in evaluated
+        if each.heldout.samples > 1
     ]
 
 
