@@ -11,7 +11,8 @@ import pytest
 
 from hybridflow.checkpoint.store import begin, publish
 from hybridflow.cli.evaluate import evaluated_model, named_set
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.config.auto import with_neutral
 from hybridflow.config.evaluation import bare_tree, evaluation_tree
 from hybridflow.errors import ConfigError, RunDirError
 from tests.distributed.tiny_experiment import make_inputs
@@ -106,6 +107,15 @@ def test_the_config_has_the_actor_and_the_rewards_and_trains_nothing() -> None:
         ("a", 1, 0.0),
         ("b", 1, 0.0),
     ]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_that_generates_can_be_evaluated(path: Path) -> None:
+    tree = with_neutral(read_tree(path))
+    if "sampling" not in tree:
+        return
+    config = made(tree, sets={"x": "x.jsonl"}, samples=4)
+    assert list(config.data.heldout_sets) == ["x"] and "critic" not in config.roles()
 
 
 def test_samples_and_temperatures_of_the_command_line() -> None:
