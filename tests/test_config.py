@@ -330,6 +330,17 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
             {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl"},
             ["metrics.eval_interval = 5 needs data.heldout and metrics.eval_reward"],
         ),
+        (
+            {"data.heldout": {"a": {"files": "a.jsonl", "interval": 5}}},
+            ["data.heldout.a.interval = 5 needs metrics.eval_interval, which is 0"],
+        ),
+        (
+            {
+                "metrics": {"eval_interval": 5, "eval_reward": "m:f"},
+                "data.heldout": {"a": {"files": "a.jsonl", "interval": 10}, "b": {"files": "b.jsonl", "interval": 7}},
+            },
+            ["data.heldout.b.interval = 7: is no multiple of metrics.eval_interval = 5"],
+        ),
     ],
 )
 def test_fields_that_do_not_agree_are_errors_that_show_the_arithmetic(

@@ -57,7 +57,9 @@ def test_every_command_has_one() -> None:
     """`hybridflow COMMAND` and, for one version, `hybridflow-COMMAND`, lead to the same."""
     aliases = {f"hybridflow-{name}": f"{module}:main" for name, (module, _) in COMMANDS.items()}
     assert SCRIPTS["hybridflow"] == "hybridflow.cli.main:main"
-    once = {f"hybridflow-{name}" for name in ("train", "launch", "chat", "config", "env")}  # that never had a script
+    once = {
+        f"hybridflow-{name}" for name in ("train", "launch", "chat", "config", "env", "eval")
+    }  # that never had a script
     drawn = {"hybridflow-plot-curve": "hybridflow.cli.plot_curve:main"}
     staged = {"hybridflow-stages": "hybridflow.examples.tiny.stages:main"}
     expected = {name: path for name, path in aliases.items() if name not in once} | drawn | staged

@@ -303,7 +303,8 @@ def _bare(path: str) -> str:
 def is_key(parts: list[str]) -> bool:
     """Of a config, or below a key that holds a mapping of a user's own."""
     path = _bare(".".join(parts))
-    if path == "base" or path in known_keys():
+    path = re.sub(r"^data\.heldout\.\w+(?=\.files|\.samples|\.temperature|\.interval|$)", "data.heldout.NAME", path)
+    if path in ("base", "data.heldout.NAME") or path in known_keys():
         return True
     above = [".".join(path.split(".")[:count]) for count in range(1, path.count(".") + 1)]
     return any(re.search("mapping|any value", known_keys().get(each, "")) for each in above)

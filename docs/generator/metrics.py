@@ -38,9 +38,12 @@ AREAS = {
 }
 # metric -> when a run has it, where the area does not say
 WHEN = {
-    "eval/accuracy": "With generation and `metrics.eval_reward`.",
-    "eval/score_mean": "With a section `reward`.",
+    "eval/accuracy": "With generation. `metrics.eval_reward` or the environment judges, by `metrics.eval_threshold`.",
+    "eval/score_mean": "With a section `reward` or an environment, whose score trains. Not that of `eval_reward`.",
     "eval/failed_rows": "With `reward.on_error: score`. Failed rows count as wrong.",
+    "eval/{}/accuracy": "Of the set NAME in `data.heldout`, as all metrics of `eval/NAME/`.",
+    "eval/{}/pass_at_{}": "With several `samples`: K of them.",
+    "eval/{}/majority_at_{}": "With several `samples`: K of them.",
     "eval/loss": "On fixed data.",
     "eval/reward_accuracy": "On pairs.",
     "eval/reward_margin_mean": "On pairs.",
@@ -137,7 +140,7 @@ def _section(area: str, metrics: list[str]) -> str:
 
 def _row(metric: str) -> tuple[str, str, str, str, str]:
     title, unit = TITLES[metric]
-    names = title.replace("{}", "NAME", 1).replace("{}", "PART")
+    names = title.replace("{}", "NAME", 1).replace("{}", "K" if metric.startswith("eval/") else "PART")
     return code(_shown(metric)), names, unit, _better(metric), WHEN.get(metric, "")
 
 
@@ -145,6 +148,8 @@ def _shown(metric: str) -> str:
     """`reward/NAME/PART` of `reward/{}/{}`."""
     if metric.startswith("sampling/up_to_{}"):
         return metric.replace("{}", "N")
+    if metric.startswith("eval/{}"):
+        return metric.replace("at_{}", "at_K").replace("{}", "NAME")
     return metric.replace("{}", "NAME", 1).replace("{}", "PART")
 
 

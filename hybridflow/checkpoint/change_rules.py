@@ -80,7 +80,7 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("metrics.*", FREE, FREE, "which metrics are recorded, and how often; a later file lacks earlier rows"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where later rows go"),
     _rule(
-        "metrics.eval_reward metrics.eval_reward.*",
+        "metrics.eval_reward metrics.eval_reward.* metrics.eval_threshold",
         NOTICED,
         NOTICED,
         "eval/accuracy is not comparable with earlier values",
@@ -133,7 +133,9 @@ TABLE: tuple[ChangeRule, ...] = (
         "data.train.*.revision data.heldout data.heldout.* data.heldout.*.path data.heldout.*.hub data.heldout.*.name "
         "data.heldout.*.split data.heldout.*.revision data.train.reasoning_gym data.train.reasoning_gym.* "
         "data.train.reasoning_gym.*.* data.train.reasoning_gym.*.config.* data.heldout.reasoning_gym "
-        "data.heldout.reasoning_gym.* data.heldout.reasoning_gym.*.* data.heldout.reasoning_gym.*.config.*",
+        "data.heldout.reasoning_gym.* data.heldout.reasoning_gym.*.* data.heldout.reasoning_gym.*.config.* "
+        "data.heldout.*.files data.heldout.*.files.* data.heldout.*.files.*.* data.heldout.*.files.reasoning_gym.*.* "
+        "data.heldout.*.files.reasoning_gym.*.config.*",
         FREE,
         FREE,
         "the start compares contents, not paths",
@@ -159,6 +161,13 @@ TABLE: tuple[ChangeRule, ...] = (
         "the key decides which rows are in the order of prompts",
     ),
     _rule("data.heldout.*.weight", FREE, FREE, "held-out files have no weights"),
+    _rule("data.heldout.*.interval", FREE, FREE, "how often the set is evaluated"),
+    _rule(
+        "data.heldout.*.samples data.heldout.*.temperature",
+        NOTICED,
+        NOTICED,
+        "the set's metrics are not comparable with earlier values",
+    ),
     _rule(
         "data.max_length data.overlong",
         REFUSED,
@@ -276,7 +285,7 @@ TABLE: tuple[ChangeRule, ...] = (
 # of `data.digests.run_digests`; the config's differences report what one side lacks
 CONTENTS: tuple[ChangeRule, ...] = (
     _rule("data.train", REFUSED, NOTICED, "the saved place in the order of prompts means another prompt"),
-    _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with earlier values"),
+    _rule("data.heldout data.heldout.*", NOTICED, NOTICED, "eval/accuracy is not comparable with earlier values"),
     ChangeRule(
         ("the tokenizer of actor.model", "the tokenizer of reward_model.model"),
         REFUSED,

@@ -35,7 +35,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import ALGORITHMS, PPO
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import config_class
-from hybridflow.config.keys import sections_in
+from hybridflow.config.keys import is_named, sections_in
 from hybridflow.config.losses import Importance, with_importance
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.section import Section
@@ -249,9 +249,14 @@ def _flat(model: type[BaseModel], tree: Tree, prefix: str) -> Iterator[tuple[str
 
 def _flat_field(field: FieldInfo, value: Any, path: str) -> Iterator[tuple[str, Any]]:
     sections = sections_in(field.annotation)
+    named = tuple(section for section in sections if is_named(section, field.annotation))
     if sections and isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _flat_section(sections, item, f"{path}.{i}")
+    elif named and isinstance(value, Mapping) and all(isinstance(item, Mapping) for item in value.values()):
+        yield path, GIVEN
+        for name, item in value.items():
+            yield from _flat_section(named, item, f"{path}.{name}")
     elif sections:
         yield from _flat_section(sections, value, path)
     else:

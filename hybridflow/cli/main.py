@@ -23,6 +23,7 @@ COMMANDS = {
     "samples": ("hybridflow.cli.samples", "print responses of a run with their scores"),
     "report": ("hybridflow.cli.report", "write one HTML page of one run or several"),
     "chat": ("hybridflow.cli.chat", "talk to a model that a run has trained"),
+    "eval": ("hybridflow.cli.evaluate", "evaluate a run or a model on held-out sets, without training"),
     "checkpoints": ("hybridflow.cli.checkpoints", "list and verify the checkpoints of a run"),
     "convert": ("hybridflow.convert.main", "convert models between HuggingFace and megatron-core"),
     "env": ("hybridflow.cli.env", "print releases, machine and variables for a bug report"),

@@ -51,9 +51,8 @@ def note_missing(config: AnyConfig, reasons: Reasons) -> None:
     """Note what the config names and this machine lacks, beside models' sizes."""
     if not reasons.lines:  # of a model that cannot be read nothing new is said
         reasons.collect(check_tokenizers, config)
-    for key, files in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
-        if files is not None:
-            reasons.collect(_check_rows, key, files, config)
+    for key, files in config.data.files_by_key.items():
+        reasons.collect(_check_rows, key, files, config)
     if isinstance(config, ExperimentConfig):
         reasons.collect(pool_specs, config)
         if config.data.environment is not None:

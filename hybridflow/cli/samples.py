@@ -41,6 +41,7 @@ class ShownSample:
     parts: Mapping[str, float]
     columns: Mapping[str, Any] = field(default_factory=dict)
     heldout: bool = False
+    set: str = ""
     turns: Sequence[Turn] = ()
 
 
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, sample in choose_samples(trained, options.number, options.seed):
         console.print(_panel(f"{kind} of {len(trained)}", STYLES[kind], sample))
     for sample in heldout[: options.number]:
-        console.print(_panel("held-out, greedy", STYLES["held-out"], sample))
+        console.print(_panel(f"held-out, {sample.set or 'greedy'}", STYLES["held-out"], sample))
     return 0
 
 
@@ -137,6 +138,7 @@ def _sample(line: bytes, where: str) -> ShownSample:
         parts,
         columns=columns,
         heldout=heldout,
+        set=str(tree.get("set", "")),
         turns=turns,
     )
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from hybridflow.trainers.online import OnlineTrainer
 
 LOG = logging.getLogger(__name__)
+WIDTH = 112  # columns of a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of another run")
     instead.add_argument("--rollout-only", action="store_true", help="generate and score without training")
+    # of `hybridflow eval`: CONFIG is what that wrote; the user's functions may lie beside another file
+    instead.add_argument("--evaluate", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--fetched", action="store_true", help=argparse.SUPPRESS)  # of ranks: the Hub's models are here
     parser.add_argument("--debug", action="store_true", help="show tracebacks of all errors, and the messages of torch")
     parser.add_argument("--version", action="version", version=__version__)
@@ -132,6 +135,8 @@ def _for_launcher(options: argparse.Namespace) -> list[str]:
     """The arguments of `hybridflow launch` that say the same."""
     nnodes = [] if options.nnodes is None else ["--nnodes", options.nnodes]
     ranks = ["--rollout-only"] * options.rollout_only + ["--debug"] * options.debug
+    if options.evaluate is not None:
+        ranks += ["--evaluate", options.evaluate]
     if options.replay is not None:
         ranks += ["--replay", str(options.replay)]
     behind = ["--", *ranks] if ranks else []
@@ -149,7 +154,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     tree = read_tree(options.config, _overrides(options))
     if not options.fetched:
         fetch_models(tree, weights=True)
-    search_beside(options.config)
+    _search(options)
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
     from hybridflow.parallel import torchrun
 
@@ -176,12 +181,17 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     return end.status
 
 
+def _search(options: argparse.Namespace) -> None:
+    """A user's functions may lie beside the config."""
+    search_beside(options.config if options.evaluate is None else options.evaluate)
+
+
 def _train(options: argparse.Namespace) -> None:
     config, chosen = _config(options.config, _overrides(options))
     if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
         given = "--replay" if options.replay else "--rollout-only"
         raise ConfigError(f"{given}: algorithm {config.algorithm.name} trains on fixed data and generates nothing")
-    search_beside(options.config)
+    _search(options)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.platform import prepare_imports
     from hybridflow.parallel.torchrun import is_by_command, set_environment
@@ -196,6 +206,9 @@ def _train(options: argparse.Namespace) -> None:
 
     with rank_log(config.run_dir / "logs"), _own_directory(config, options):
         _announce(config, chosen, options)
+        if options.evaluate is not None:
+            _evaluate_here(config, options)
+            return
         _train_here(config, options)
 
 
@@ -271,6 +284,35 @@ def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
         print_summary(f"hybridflow {trainer.config.name}", rows)
         for command in next_commands(trainer.config, exported=trainer.writes_model):
             print(command, flush=True)
+    watchdog.close()
+
+
+def _evaluate_here(config: AnyConfig, options: argparse.Namespace) -> None:
+    """As one rank, with nothing but the libraries loaded. A signal ends it: there is nothing to save."""
+    from rich.console import Console
+
+    from hybridflow.parallel.rank_log import log_error, open_rank_log
+    from hybridflow.parallel.stop import StopRequest
+    from hybridflow.parallel.watchdog import Watchdog
+    from hybridflow.trainers.evaluation import Evaluator
+    from hybridflow.trainers.evaluation_results import pass_lines, results_table, write_results
+
+    assert isinstance(config, ExperimentConfig), "`hybridflow eval` writes no other config"
+    watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds, signals=()))
+    try:
+        open_rank_log()
+        evaluator = Evaluator(config, watchdog)
+        first = evaluator.platform.rank == 0
+        evaluated = evaluator.evaluate(lambda line: print(line, flush=True) if first else None)
+        if first:
+            file = write_results(config, evaluated, evaluator.inputs)
+            (Console() if sys.stdout.isatty() else Console(width=WIDTH)).print(results_table(evaluated))
+            for line in [*pass_lines(evaluated), f"results: {file}"]:
+                print(line, flush=True)
+    except Exception as error:
+        log_error(error)
+        watchdog.note_failure(error)  # does not return where another rank's end is the cause
+        raise
     watchdog.close()
 
 

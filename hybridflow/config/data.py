@@ -1,12 +1,22 @@
 """The section `data` of a config: which files, which of their columns, and what becomes of rows that do not fit."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    JsonValue,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from hybridflow.config.environment import EnvironmentKey
 from hybridflow.config.reasoning_gym import KEY, ReasoningGymConfig, TaskConfig, check_apart, parse_tasks
+from hybridflow.config.sampling import LEAST_TEMPERATURE
 from hybridflow.config.section import PathText, Section
 
 
@@ -127,8 +137,99 @@ def sources_of(files: DataFiles) -> tuple[Source | TaskConfig, ...]:
 
 
 def is_tasks(files: Any) -> bool:
-    """Whether `data.train` or `data.heldout`, parsed or not, is tasks of reasoning-gym."""
+    """Whether files of prompts, parsed or not, are tasks of reasoning-gym."""
     return isinstance(files, ReasoningGymConfig) or (isinstance(files, dict) and KEY in files)
+
+
+class HeldoutSetConfig(Section):
+    """One of several held-out sets."""
+
+    files: PromptFilesKey
+    """Rows of the set, in the same forms as data.train, but without weights."""
+    samples: PositiveInt = 1
+    """Responses to each prompt. With several, metrics have pass@k and majority@k."""
+    temperature: NonNegativeFloat = 0.0
+    """The temperature of softmax; the other keys of sampling stay. 0 takes the likeliest token always."""
+    interval: PositiveInt | None = None
+    """Iterations between evaluations on the set, a multiple of metrics.eval_interval. null: metrics.eval_interval."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.files, tuple):
+            check_weightless(self.files, "files")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature = {self.temperature}: is 0 or at least {LEAST_TEMPERATURE}")
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"samples = {self.samples}: at temperature = 0 all responses to a prompt are the same. Give a "
+                "temperature, such as 1.0"
+            )
+        return self
+
+
+SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+HeldoutFiles = DataFiles | dict[str, HeldoutSetConfig]
+
+
+def is_sets(heldout: Any) -> bool:
+    """Whether `data.heldout`, parsed or not, is sets by name. No other form has a mapping as a value."""
+    return isinstance(heldout, dict) and any(isinstance(value, dict | HeldoutSetConfig) for value in heldout.values())
+
+
+def parse_heldout(given: Any) -> Any:
+    """As `parse_prompts`, or sets by name. Errors: ValueError that names the set and the key."""
+    if not is_sets(given):
+        return parse_prompts(given)
+    return {name: _parsed_set(name, value) for name, value in given.items()}
+
+
+def _parsed_set(name: Any, given: Any) -> HeldoutSetConfig:
+    if isinstance(given, HeldoutSetConfig):
+        return given
+    if not SET_NAME.fullmatch(str(name)):
+        raise ValueError(f"{name!r}: the name of a set has letters, digits, _ and - alone")
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} = {given!r}: sets by name are sections, such as {name}: {{files: {name}.jsonl}}")
+    try:
+        return HeldoutSetConfig(**given)
+    except ValidationError as error:
+        raise ValueError(f"{name}.{_set_problem(error.errors()[0])}") from None
+
+
+def _set_problem(problem: Any) -> str:
+    """The key of the set, the value and the rule. Unions of kinds of files stay out of the place."""
+    key = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "missing":
+        return f"{key}: is required"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key; known are {', '.join(HeldoutSetConfig.model_fields)}"
+    if problem["type"] == "value_error":
+        return f"{key}{': ' * bool(key)}{problem['ctx']['error']}"
+    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def check_weightless(sources: tuple[Source, ...], key: str) -> None:
+    """Errors: ValueError where a file of held-out rows has a weight."""
+    if any(source.weight is not None for source in sources):
+        raise ValueError(f"{key}: weights say how often a row is trained on, held-out rows are all used once")
+
+
+def heldout_key(name: str) -> str:
+    """The config's key for the files of a held-out set; "" is the name of the only one."""
+    return f"data.heldout.{name}.files" if name else "data.heldout"
+
+
+HeldoutKey = Annotated[
+    PathText | ReasoningGymConfig | tuple[Source, ...] | dict[str, HeldoutSetConfig],
+    BeforeValidator(
+        parse_heldout,
+        json_schema_input_type=str
+        | HubSourceConfig
+        | ReasoningGymConfig
+        | list[str | Source]
+        | dict[str, HeldoutSetConfig],
+    ),
+]
 
 
 class FilesConfig(Section):
@@ -158,10 +259,15 @@ class FilesConfig(Section):
     def checked_bytes(self) -> int:
         return int(self.checked_mib * (1 << 20))
 
+    @property
+    def files_by_key(self) -> Mapping[str, DataFiles]:
+        """All files that are read, by the config's key."""
+        return {"data.train": self.train, **({} if self.heldout is None else {"data.heldout": self.heldout})}
+
     @model_validator(mode="after")
     def _check_files(self) -> Self:
-        if isinstance(self.heldout, tuple) and any(source.weight is not None for source in self.heldout):
-            raise ValueError("heldout: weights say how often a row is trained on, held-out rows are all used once")
+        if isinstance(self.heldout, tuple):
+            check_weightless(self.heldout, "heldout")
         for name, path in self.columns.items():
             if not name or not path or not all(path.split(".")):
                 raise ValueError(f"columns: {name!r}: {path!r} names no column, such as prompt: question")
@@ -176,8 +282,9 @@ class DataConfig(FilesConfig):
     A data set of the Hub is {hub: openai/gsm8k, name: main, split: train}. Formats are JSON, JSON lines, Parquet and
     Arrow. Tasks of reasoning-gym, for algorithms that generate, are {reasoning_gym: [{name: chain_sum, size: 2000,
     seed: 1}]}."""
-    heldout: PromptFilesKey | None = None
-    """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
+    heldout: HeldoutKey | None = None  # type: ignore[assignment]  # more forms than rows of fixed data have
+    """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation. Several sets by name
+    are {math: {files: math.jsonl, samples: 16, temperature: 1.0}, code: {files: code.jsonl}}."""
     prompt_key: str = "prompt"
     """The column that holds the prompt. Of tasks of reasoning-gym with chat_template: messages."""
     chat_template: bool = False
@@ -191,6 +298,18 @@ class DataConfig(FilesConfig):
     environment: EnvironmentKey | None = None
     """A class that begins each row's conversation, answers the model and gives the reward. null: a response is one
     turn."""
+
+    @property
+    def heldout_sets(self) -> Mapping[str, HeldoutSetConfig]:
+        """By name; "" is the name of the only one."""
+        if self.heldout is None or isinstance(self.heldout, dict):
+            return self.heldout or {}
+        return {"": HeldoutSetConfig(files=self.heldout)}
+
+    @property
+    def files_by_key(self) -> Mapping[str, DataFiles]:
+        heldout = {heldout_key(name): each.files for name, each in self.heldout_sets.items()}
+        return {"data.train": self.train, **heldout}
 
     @property
     def passes_over(self) -> bool:
@@ -208,14 +327,15 @@ class DataConfig(FilesConfig):
 
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
-        train, heldout = self.train, self.heldout
-        if isinstance(train, ReasoningGymConfig) and isinstance(heldout, ReasoningGymConfig):
-            check_apart(train, heldout)
-        elif heldout is not None and is_tasks(train) != is_tasks(heldout):
-            raise ValueError(
-                f"heldout: {KEY} is in one of train and heldout alone, but one scorer has to fit both: give both "
-                "tasks, or both files"
-            )
+        for name, each in self.heldout_sets.items():
+            key, files = heldout_key(name).removeprefix("data."), each.files
+            if isinstance(self.train, ReasoningGymConfig) and isinstance(files, ReasoningGymConfig):
+                check_apart(self.train, files, key)
+            elif is_tasks(self.train) != is_tasks(files):
+                raise ValueError(
+                    f"{key}: {KEY} is in one of train and {key} alone, but one scorer has to fit both: give both "
+                    "tasks, or both files"
+                )
         return self
 
     @model_validator(mode="after")

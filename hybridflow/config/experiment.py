@@ -63,12 +63,19 @@ class ExperimentConfig(RunConfig):
             self._check_best,
         ):
             check()
-        judges = self.metrics.eval_reward or self.data.environment
-        if self.metrics.eval_interval and not (self.data.heldout and judges):
-            raise ValueError(
-                f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
-            )
+        self._check_evaluation()
         return self
+
+    def _check_evaluation(self) -> None:
+        every, judges = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
+        if every and not (self.data.heldout and judges):
+            raise ValueError(f"metrics.eval_interval = {every} needs data.heldout and metrics.eval_reward")
+        for name, each in self.data.heldout_sets.items():
+            key = f"data.heldout.{name}.interval = {each.interval}"
+            if each.interval is not None and not every:
+                raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
+            if each.interval is not None and each.interval % every:
+                raise ValueError(f"{key}: is no multiple of metrics.eval_interval = {every}")
 
     @model_validator(mode="before")
     @classmethod

@@ -6,7 +6,7 @@ with_scorer({"data": {"train": {"reasoning_gym": [...]}}, ...})     # the same t
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.config.data import is_tasks
+from hybridflow.config.data import is_sets, is_tasks
 from hybridflow.config.reasoning_gym import KEY, SCORER, ReasoningGymConfig
 
 WITHOUT_REWARDS = ("distill", "custom")  # algorithms that have no section `reward` unless the config gives one
@@ -31,9 +31,16 @@ def with_scorer(tree: Tree) -> Tree:
 def _evaluated(tree: Tree, data: Mapping[str, Any]) -> Tree:
     """With held-out tasks the scorer says what is right, where the config does not."""
     metrics = _section(tree, "metrics") if "metrics" in tree else {}
-    if metrics is None or not is_tasks(data.get("heldout")) or metrics.get("eval_reward") is not None:
+    if metrics is None or not _has_tasks(data.get("heldout")) or metrics.get("eval_reward") is not None:
         return {}
     return {"metrics": {**metrics, "eval_reward": SCORER}}
+
+
+def _has_tasks(heldout: Any) -> bool:
+    if not is_sets(heldout):
+        return is_tasks(heldout)
+    sets = [each.get("files") if isinstance(each, dict) else getattr(each, "files", None) for each in heldout.values()]
+    return any(map(is_tasks, sets))
 
 
 def _scorer(train: Any) -> Tree:

@@ -2,7 +2,8 @@
 
     next(keys_of(ExperimentConfig))     Key("name", "text", "required", "The name of the run. ...", "generation")
 
-A key of a list of sections is the key of the first section: `reward.models.0.weight`.
+A key of a list of sections is the key of the first section: `reward.models.0.weight`. NAME stands for a name of the
+user's: `data.heldout.NAME.samples`.
 """
 
 import json
@@ -56,7 +57,8 @@ def _keys(section: type[Section], given: Section | None, prefix: str, owner: str
             continue
         yield Key(path, kind_of(field.annotation, field.metadata), _shown(default), _text(field), owner)
         for each in inner:
-            within = f"{path}.0." if is_listed(each, field.annotation) else f"{path}."
+            inside = "0." if is_listed(each, field.annotation) else "NAME." * is_named(each, field.annotation)
+            within = f"{path}.{inside}"
             yield from _keys(each, default if isinstance(default, each) else None, within, owner)
 
 
@@ -89,6 +91,13 @@ def is_listed(section: type[Section], annotation: Any) -> bool:
     if typing.get_origin(annotation) is tuple:
         return section in sections_in(annotation)
     return any(is_listed(section, argument) for argument in typing.get_args(annotation))
+
+
+def is_named(section: type[Section], annotation: Any) -> bool:
+    """Whether the section is a value of a mapping there, by a name of the user's."""
+    if typing.get_origin(annotation) is dict:
+        return section in sections_in(annotation)
+    return any(is_named(section, argument) for argument in typing.get_args(annotation))
 
 
 # ------------------------------------------------------------------------------------------------ types

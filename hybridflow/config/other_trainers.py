@@ -138,8 +138,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("sampling.repetition_penalty", "repetition_penalty", ""),
     ("sampling.stop", "stop_strings", ""),
     ("sampling.stop_token_ids", "stop_token_ids stop_token_id stop_token", ""),
-    ("sampling.temperature", "do_sample", "training always samples; held-out prompts are answered greedily"),
-    ("metrics.eval_interval", "val_kwargs", "held-out prompts are answered greedily"),
+    ("sampling.temperature", "do_sample", "training always samples; a held-out set is greedy at temperature: 0"),
+    ("data.heldout", "val_kwargs", "of a set by name: {math: {files: math.jsonl, samples: 16, temperature: 1.0}}"),
     # ---- the algorithm
     (
         "algorithm.name",

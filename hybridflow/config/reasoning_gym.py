@@ -110,18 +110,18 @@ def _problem_text(problem: Any) -> str:
     return f"{place} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def check_apart(train: ReasoningGymConfig, heldout: ReasoningGymConfig) -> None:
-    """Errors: ValueError where a held-out row is one of those to train on."""
+def check_apart(train: ReasoningGymConfig, heldout: ReasoningGymConfig, key: str) -> None:
+    """Errors: ValueError where a held-out row is one of those to train on. key: of the held-out tasks."""
     for i, held in enumerate(heldout.reasoning_gym):
         if held.weight is not None:
             raise ValueError(
-                f"heldout.reasoning_gym.{i}.weight = {held.weight:g}: weights say how often a row is trained on, "
+                f"{key}.reasoning_gym.{i}.weight = {held.weight:g}: weights say how often a row is trained on, "
                 "held-out rows are all used once"
             )
         for task in train.reasoning_gym:
             shared = range(max(held.rows.start, task.rows.start), min(held.rows.stop, task.rows.stop))
             if len(shared) and (held.name, held.config) == (task.name, task.config):
                 raise ValueError(
-                    f"heldout.reasoning_gym.{i}.seed = {held.seed}: row i is made from seed + i, so {len(shared)} rows "
+                    f"{key}.reasoning_gym.{i}.seed = {held.seed}: row i is made from seed + i, so {len(shared)} rows "
                     f"of {held.name} are also in data.train. Give a seed from {task.rows.stop} on"
                 )

@@ -8,6 +8,7 @@ import yaml
 from pydantic import (
     BeforeValidator,
     Field,
+    FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -76,8 +77,10 @@ class MetricsConfig(Section):
     eval_interval: NonNegativeInt = 0
     """Iterations between evaluations on data.heldout. 0: no evaluation."""
     eval_reward: EvalRewardKey | None = None
-    """The reward function of evaluations: a score of 1.0 counts as right in eval/accuracy. A text names the function
-    alone; a section adds arguments."""
+    """The reward function whose score says what is right in eval/accuracy. A text names the function alone; a section
+    adds arguments. null: the weighted sum of data.environment."""
+    eval_threshold: FiniteFloat = 1.0
+    """The least score that counts as right in eval/accuracy: of eval_reward, or of data.environment."""
     num_samples: NonNegativeInt = 4
     """Responses per iteration in samples.jsonl. 0: none."""
     num_groups: NonNegativeInt = 0

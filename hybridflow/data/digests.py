@@ -21,13 +21,12 @@ from hybridflow.user_code import load_function
 
 def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
     """By the name that a message gives it. Of models only config.json: weights are too large to be read twice."""
-    prompts = {"data.train": inputs.train, "data.heldout": inputs.heldout}
     models = {name: Path(role.model) for name, role in config.roles().items()}
     return {
         "the config": digest_bytes(config.to_yaml().encode()),
         **code_digests(),
         "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
-        **{name: prompts.digest for name, prompts in prompts.items() if prompts is not None},
+        **{key: prompts.digest for key, prompts in inputs.prompts_by_key.items()},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
         **function_digests(config, inputs.functions),
         **environment_digests(inputs.environment),

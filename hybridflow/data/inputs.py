@@ -1,6 +1,7 @@
 """Everything a run reads besides weights: tokenizer, prompts, held-out prompts and reward functions."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
-from hybridflow.config.data import DataConfig
+from hybridflow.config.data import DataConfig, DataFiles, heldout_key
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
@@ -29,12 +30,17 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     ends: EndTokens
     train: PromptDataset
-    heldout: PromptDataset | None
+    heldout: Mapping[str, PromptDataset]  # by name; "" of the only set
     functions: tuple[FunctionSpec, ...]  # that a pool of processes calls, see `rewards.specs`
     ending: str | None  # what to know of responses that nothing ends before the limit
     tokenizers: list[str]  # what to know of the models' tokenizers
     texts: ResponseTexts
     environment: EnvironmentInputs | AgentInputs | None = None
+
+    @property
+    def prompts_by_key(self) -> Mapping[str, PromptDataset]:
+        """All prompts, by the config's key."""
+        return {"data.train": self.train, **{heldout_key(name): each for name, each in self.heldout.items()}}
 
     def decode(self, token_ids: list[int]) -> str:
         return self.texts.text(token_ids)
@@ -50,8 +56,7 @@ class Inputs:
         """What the user should know before it all starts: a line each."""
         lines = [
             line
-            for key, prompts in (("data.train", self.train), ("data.heldout", self.heldout))
-            if prompts is not None
+            for key, prompts in self.prompts_by_key.items()
             for line in left_out_lines(key, prompts.rows, "prompts longer than data.max_prompt_length")
         ]
         return [*lines, *([] if self.ending is None else [self.ending])]
@@ -77,11 +82,15 @@ def load_inputs(
     ends = end_tokens(path, tokenizer, vocab_size, template=data.chat_template)
     scoring = config.reward or ScoringConfig()
     environment = environment_inputs(data, scoring, tokenizer, ends, num_ranks=num_ranks, group=group)
+    prompts = {
+        key: _prompts(key, files, tokenizer, data, vocab_size=vocab_size, environment=environment)
+        for key, files in data.files_by_key.items()
+    }
     return Inputs(
         tokenizer=tokenizer,
         ends=ends,
-        train=_prompts("data.train", tokenizer, data, vocab_size, environment),
-        heldout=_prompts("data.heldout", tokenizer, data, vocab_size, environment) if data.heldout else None,
+        train=prompts["data.train"],
+        heldout={name: prompts[heldout_key(name)] for name in data.heldout_sets},
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends.ids, path),
         tokenizers=tokenizer_notes(config, tokenizer),
@@ -99,18 +108,18 @@ def train_prompts(
 ) -> PromptDataset:
     """Those of data.train. Errors: DataError."""
     environment = environment_inputs(data, ScoringConfig(), tokenizer, ends, num_ranks=1)
-    return _prompts("data.train", tokenizer, data, vocab_size, environment)
+    return _prompts("data.train", data.train, tokenizer, data, vocab_size=vocab_size, environment=environment)
 
 
 def _prompts(
     key: str,
+    files: DataFiles,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
+    *,
     vocab_size: int,
     environment: EnvironmentInputs | AgentInputs | None,
 ) -> PromptDataset:
-    files = data.heldout if key == "data.heldout" else data.train
-    assert files is not None, f"{key} is not given"
     return load_prompts(
         files,
         tokenizer,
@@ -130,7 +139,7 @@ def _prompts(
 
 def _checked_bytes(key: str, data: DataConfig) -> int:
     """Held-out rows are used as a whole anyway; of an environment a row is begun when it is drawn, and no earlier."""
-    if key == "data.heldout":
+    if key != "data.train":
         return sys.maxsize
     begins = data.environment is not None and data.environment.begins_rows
     return 0 if begins else data.checked_bytes

@@ -64,7 +64,7 @@ def files_of_split(names: Sequence[str], key: str, directory: str) -> tuple[list
     found = sorted({split for split in splits.values() if split is not None})
     if len(found) < 2:
         return data, ()
-    wanted = [split for split in found if (split == "train") != (key == "data.heldout")]
+    wanted = [split for split in found if (split == "train") != key.startswith("data.heldout")]
     if len(wanted) != 1:
         raise DataError(
             f"{key} = {directory}: holds the splits {', '.join(found)} by the names of its files. Name the files of "

@@ -1,49 +1,172 @@
-"""Held-out evaluation: greedy responses, the share that is right, and their mean score. Never trained on."""
+"""Held-out evaluation: how many responses are right, and their mean score. Never trained on.
 
-from collections.abc import Callable
+evaluated = evaluate(heldout, responses, judge, ...)        # collective over the world
+evaluated.metrics()                                         # {"eval/math/accuracy": 0.25, ...}
+"""
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.algorithms.evaluation import majority_at_k, pass_at_k
+from hybridflow.batch import PromptBatch, RolloutBatch, offsets
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.rewards.answers import AnswerReader
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer
 
+ROUNDING = 1e-6  # float32 sums of weights such as 0.7 + 0.2 + 0.1 may lie so far below 1
+
+
+@dataclass(frozen=True)
+class HeldoutSet:
+    """Prompts to evaluate on. name: "" of the only set. temperature: 0 takes the likeliest token always."""
+
+    name: str
+    prompts: PromptBatch
+    samples: int = 1
+    temperature: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """For people and files."""
+        return self.name or "heldout"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Who says what is right: a score of `threshold` or more is.
+
+    function: of the pool of reward functions, by number; None: the rewards of the environment, by these weights.
+    read: the answer in a response, for the majority.
+    """
+
+    function: int | None
+    weights: tuple[float, ...]
+    threshold: float
+    read: AnswerReader
+
+
+@dataclass(frozen=True)
+class EvaluatedSet:
+    """A set with its responses, prompt after prompt.
+
+    marks: (N,) of the judge, 0 of failed rows. right: (N,) bool. scores: (N,) of the section reward, where there is
+    one. num_failed: None where a failed row would have ended the run. answers: by prompt, of several samples.
+    """
+
+    heldout: HeldoutSet
+    responses: RolloutBatch
+    marks: Tensor
+    right: Tensor
+    scores: Tensor | None
+    num_failed: int | None
+    answers: Sequence[Sequence[Hashable | None]]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right responses: avg@k, since all prompts have k."""
+        return float(self.right.float().mean())
+
+    @property
+    def score_mean(self) -> float | None:
+        """Over the rows that have not failed."""
+        return None if self.scores is None else float(self.scores[~self.responses.failed].mean())
+
+    @property
+    def response_length_mean(self) -> float:
+        """Tokens that the policy chose."""
+        return self.responses.num_response_tokens / len(self.responses)
+
+    @property
+    def truncated_fraction(self) -> float:
+        return float(self.responses.truncated.float().mean())
+
+    def pass_at(self, k: int) -> float:
+        return float(pass_at_k(self._by_prompt, k).mean())
+
+    @property
+    def majority(self) -> float:
+        return float(majority_at_k(self._by_prompt, self.answers).float().mean())
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics.csv has them. A set without a name has no more than one has ever had."""
+        name, samples = self.heldout.name, self.heldout.samples
+        found: dict[str, float | None] = {
+            "eval/accuracy": self.accuracy,
+            "eval/score_mean": self.score_mean,
+            "eval/failed_rows": None if self.num_failed is None else float(self.num_failed),
+        }
+        if name:
+            found = {metric.replace("eval", f"eval/{name}", 1): value for metric, value in found.items()}
+            found[f"eval/{name}/response_length_mean"] = self.response_length_mean
+            found[f"eval/{name}/truncated_fraction"] = self.truncated_fraction
+        if name and samples > 1:
+            found[f"eval/{name}/pass_at_{samples}"] = self.pass_at(samples)
+            found[f"eval/{name}/majority_at_{samples}"] = self.majority
+        return {metric: value for metric, value in found.items() if value is not None}
+
+    @property
+    def _by_prompt(self) -> Tensor:
+        return self.right.view(len(self.heldout.prompts), self.heldout.samples)
+
 
 def evaluate(
+    heldout: HeldoutSet,
     responses: RolloutBatch,
-    prompts: PromptBatch,
-    right: int | Tensor,
+    judge: Judge,
     *,
     caller: FunctionCaller,
     scorer: Scorer | None,
     exchange: Exchange,
-    show: Callable[[Tensor], None] = lambda marks: None,
-) -> dict[str, float]:
-    """Right is what the function of that number in the pool gives exactly 1.0, or whose own number, (N,), is that; NaN
-    of a row that has failed. The mean score needs a scorer.
+) -> EvaluatedSet:
+    """Judge and score all responses to a set. Collective over the world.
 
-    A row that it fails on, where that does not end the run, is not right, and is counted. show: gets the marks, (N,).
+    A row that has failed, or that the judge fails on where that does not end the run, is not right, and is counted.
     """
-    own: list[PartialTensor] = []
-    if isinstance(right, int):
-        marks = caller.scores(right, responses, prompts)
+    prompts, own = heldout.prompts, list[PartialTensor]()
+    if judge.function is not None:
+        marks = caller.scores(judge.function, responses, prompts)
         own = [*marks.parts, marks.failures]
     scores = scorer.scores(responses, prompts) if scorer is not None else None
     asked = [*own, *(scores.parts() if scores is not None else ())]
     wholes = exchange.gather_all(asked) if asked else []
-    if isinstance(right, Tensor):
-        values, failures = right.nan_to_num(0.0), right.isnan().float()
+    if judge.function is None:
+        rewards = responses.environment_rewards @ torch.tensor(judge.weights)
+        values, failures = rewards.nan_to_num(0.0), rewards.isnan().float()
     else:
         values, failures, *wholes = wholes
-    show(values * (failures == 0))
-    found = {"eval/accuracy": _accuracy(values, failures)}
-    if scores is not None:
-        found["eval/score_mean"] = float(scores.put_together(wholes)[~responses.failed].mean())
-    if isinstance(right, Tensor) or caller.failure_score(right, "timeout") is not None:
-        found["eval/failed_rows"] = float((failures != 0).sum())
+    there = failures == 0
+    counts = judge.function is None or caller.failure_score(judge.function, "timeout") is not None
+    return EvaluatedSet(
+        heldout,
+        responses,
+        marks=values * there,
+        right=(values >= judge.threshold - ROUNDING) & there,
+        scores=None if scores is None else scores.put_together(wholes),
+        num_failed=int((~there).sum()) if counts else None,
+        answers=_answers(responses, heldout.samples, judge.read, caller) if heldout.samples > 1 else (),
+    )
+
+
+def _answers(
+    responses: RolloutBatch, samples: int, read: AnswerReader, caller: FunctionCaller
+) -> list[list[Hashable | None]]:
+    found = [read(caller.decode(ids)) for ids in last_turns(responses)]
+    return [found[first : first + samples] for first in range(0, len(found), samples)]
+
+
+def last_turns(batch: RolloutBatch) -> list[list[int]]:
+    """Of each row what the policy wrote last without a break: the response, or the last turn of a conversation."""
+    found = []
+    starts = (offsets(batch.lengths) + batch.prompt_lengths).tolist()
+    for start, end in zip(starts, batch.lengths.cumsum(0).tolist(), strict=True):
+        ids, chosen = batch.input_ids[start:end].tolist(), batch.response_mask[start:end].tolist()
+        stop = len(chosen) - chosen[::-1].index(True) if any(chosen) else 0
+        first = stop
+        while first and chosen[first - 1]:
+            first -= 1
+        found.append(ids[first:stop])
     return found
-
-
-def _accuracy(marks: Tensor, failures: Tensor) -> float:
-    return float(((marks == 1.0) & (failures == 0)).float().mean())

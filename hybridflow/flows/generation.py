@@ -4,7 +4,7 @@ The actor's weights are the engine's while it generates. Replicas that are done 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -12,11 +12,13 @@ import torch.distributed as dist
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import always
 from hybridflow.config.sampling import SamplingConfig
+from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.replay import Replay
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.reshard.execute import ReshardCost
 from hybridflow.roles.generator import Generator
@@ -90,12 +92,29 @@ class Generation:
         with self.engine_awake(), self._watch.phase("generate"):
             return tuple(self._rollout(kind, prompts, iteration) for kind in kinds)
 
-    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
-        """To held-out prompts, outside any iteration."""
+    def heldout_responses(
+        self, sets: Sequence[HeldoutSet], show: Callable[[HeldoutSet], None] = lambda heldout: None
+    ) -> list[RolloutBatch]:
+        """To held-out prompts, outside any iteration: seeds go by the set, and are no iteration's. show: what comes."""
+        found = []
         with self.engine_awake():
-            return self.generator.generate(
-                prompts, greedy=True, samples_per_prompt=always(1), iteration=0, first_prompt=0
-            )
+            for heldout in sets:
+                show(heldout)
+                found.append(
+                    self.generator.generate(
+                        heldout.prompts,
+                        temperature=heldout.temperature,
+                        samples_per_prompt=always(heldout.samples),
+                        iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
+                        first_prompt=0,
+                    )
+                )
+        return found
+
+    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
+        """One to each, as an evaluation on the only held-out set has them."""
+        [responses] = self.heldout_responses([HeldoutSet("", prompts)])
+        return responses
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -136,7 +155,7 @@ class Generation:
         self._num_sampled += not greedy
         rollout = self.generator.generate(
             prompts,
-            greedy=greedy,
+            temperature=0.0 if greedy else None,
             samples_per_prompt=always(1) if greedy else self._sampling.samples,
             iteration=iteration,
             first_prompt=self._first_prompt,

@@ -18,7 +18,8 @@ class RunHooks:
 
     say: a line for the person who watches. show: what is going on now. should_stop: whether all ranks are to end here.
     save_rollout: the responses of an iteration, for a later start. load_rollout: what an earlier start has kept.
-    decode: token ids as text. heldout: takes (iteration, prompts, responses, marks) of an evaluation.
+    decode: token ids as text. heldout: takes (iteration, name of the set, prompts, responses,
+    marks) of an evaluation.
     """
 
     say: Callable[[str], None] = _silent
@@ -27,4 +28,4 @@ class RunHooks:
     save_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
     load_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
     decode: Callable[[list[int]], str] = lambda ids: ""
-    heldout: Callable[[int, PromptBatch, RolloutBatch, Tensor], None] = lambda *evaluation: None
+    heldout: Callable[[int, str, PromptBatch, RolloutBatch, Tensor], None] = lambda *evaluation: None

@@ -106,7 +106,7 @@ class Replay:
         self,
         prompts: PromptBatch,
         *,
-        greedy: bool = False,
+        temperature: float | None = None,
         samples_per_prompt: LengthBuckets[int],
         iteration: int,
         first_prompt: int = 0,
@@ -116,7 +116,7 @@ class Replay:
         """What the engine gave in that iteration, at once: nobody does anything beside. Errors: as `read`."""
         rollout, experts = self.read(
             prompts,
-            greedy=greedy,
+            temperature=temperature,
             samples_per_prompt=samples_per_prompt,
             iteration=iteration,
             generation=generation,
@@ -127,7 +127,7 @@ class Replay:
         self,
         prompts: PromptBatch,
         *,
-        greedy: bool = False,
+        temperature: float | None = None,
         samples_per_prompt: LengthBuckets[int],
         iteration: int,
         generation: int = 0,
@@ -137,7 +137,7 @@ class Replay:
         Errors: DataError naming file, field or row, and rule, where the file is not of these prompts or no batch.
         """
         file = self.files[iteration]
-        if greedy:
+        if temperature is not None:
             raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
         if generation:
             raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")

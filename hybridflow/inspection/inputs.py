@@ -66,14 +66,14 @@ def _inspections(
     yield "tokenizer", THERE, partial(_tokenizer, Path(trained.model), tokenizers)
     if len(config.roles()) > 1:
         yield "tokenizers", "take models that read the same tokens", partial(_same_tokens, config)
-    files = (("data.train", config.data.train), ("data.heldout", config.data.heldout))
+    files = config.data.files_by_key
     if isinstance(config, FixedDataConfig):
-        for key, file in files:
-            if file is not None and tokenizers:
+        for key, file in files.items():
+            if tokenizers:
                 yield key, THERE, partial(_examples, key, file, config, tokenizers)
         return
-    for key, file in files:
-        if file is not None and (tokenizers or not config.data.chat_template):
+    for key, file in files.items():
+        if tokenizers or not config.data.chat_template:
             yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     if config.data.environment is not None:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"

@@ -3,7 +3,7 @@
 import hashlib
 
 
-def request_seed(*identity: int) -> int:
+def request_seed(*identity: int | str) -> int:
     """A 63-bit seed that is a pure function of (run seed, iteration, prompt, sample) and the like."""
     digest = hashlib.blake2b(",".join(map(str, identity)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -10,6 +10,7 @@ A metric may be a tensor; it is read when it is shown.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -43,6 +44,7 @@ SHOWN = {
 }
 WAITED_SHARE, WAITED_SECONDS = 0.1, 1.0  # of an iteration that others waited for one rank, from where a line names it
 EVALUATED = "eval/"  # how the metrics of an evaluation begin
+OF_SET = re.compile(r"eval/([^/]+)/accuracy")  # of a held-out set by name
 SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
 
 
@@ -86,7 +88,8 @@ class ProgressDisplay:
 
 def iteration_line(iteration: int, num_iterations: int, metrics: Metrics) -> str:
     """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`, and what slowed the iteration."""
-    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN)), *_slowed(metrics)])
+    shown = [*_shown(metrics, tuple(SHOWN)), *_of_sets(metrics), *_slowed(metrics)]
+    return "  ".join([f"iteration {iteration}/{num_iterations}", *shown])
 
 
 def summary_table(rows: list[tuple[str, str]]) -> Table:
@@ -177,6 +180,12 @@ def _slowed(metrics: Metrics) -> list[str]:
     if preempted := float(metrics.get("rollout/preemptions", 0.0)):
         found.append(f"{preempted:.0f} preemptions")
     return found
+
+
+def _of_sets(metrics: Metrics) -> list[str]:
+    """The accuracy on each held-out set by name."""
+    found = [(OF_SET.fullmatch(name), value) for name, value in metrics.items()]
+    return [f"{match[1]} {float(value):.3g}" for match, value in found if match]
 
 
 def _print_line(console: Console, text: str) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hybridflow.errors import RecordError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.layout import write_layout
-from hybridflow.recording.progress import ProgressDisplay
+from hybridflow.recording.progress import OF_SET, ProgressDisplay
 from hybridflow.recording.prometheus import PrometheusServer
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir, writing
@@ -45,14 +45,14 @@ class RunSummary:
     loss_after: float | None = None
     pairs_before: float | None = None
     pairs_after: float | None = None
+    accuracies: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # before and after, of sets by name
 
     def rows(self, run_dir: Path, *, exported: bool = True) -> list[tuple[str, str]]:
         """(name, value) pairs for the closing table. exported: whether the trained model was written."""
         rows = []
         if self.accuracy_before is not None and self.accuracy_after is not None:
-            gained = 100 * (self.accuracy_after - self.accuracy_before)
-            shown = f"{self.accuracy_before:.1%} -> {self.accuracy_after:.1%} ({gained:+.1f} points)"
-            rows.append(("held-out accuracy", shown))
+            rows.append(("held-out accuracy", _gained(self.accuracy_before, self.accuracy_after)))
+        rows += [(f"accuracy on {name}", _gained(*both)) for name, both in self.accuracies.items()]
         if self.score_first is not None and self.score_last is not None:
             rows.append(("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"))
         if self.loss_before is not None and self.loss_after is not None:
@@ -67,6 +67,10 @@ class RunSummary:
         ]
 
 
+def _gained(before: float, after: float) -> str:
+    return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
+
+
 class Recorder:
     """Keeps the history that every rank needs for the summary; shows nothing and writes nothing."""
 
@@ -74,6 +78,7 @@ class Recorder:
         self.failure: str | None = None  # the first thing that could not be written
         self._started = time.perf_counter()
         self._accuracies: list[float] = []
+        self._of_sets: dict[str, tuple[float, float]] = {}  # accuracies, the first and the last
         self._losses: list[float] = []
         self._pairs: list[float] = []
         self._scores: list[float] = []
@@ -101,8 +106,8 @@ class Recorder:
         self.recall([evaluation])
         done.metrics.update(evaluation)
 
-    def heldout(self, iteration: int, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
-        """Greedy responses to held-out prompts, after this iteration. marks: (N,) of metrics.eval_reward, 1 is right.
+    def heldout(self, iteration: int, name: str, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
+        """Responses to held-out prompts, after this iteration. name: of the set. marks: (N,) of who says what is right.
 
         The same prompts are shown each time: so a person sees what becomes of their answers.
         """
@@ -124,6 +129,9 @@ class Recorder:
             for name, known in self._remembered().items():
                 if name in row:
                     known.append(row[name])
+            for name, value in row.items():
+                if found := OF_SET.fullmatch(name):
+                    self._of_sets[found[1]] = (self._of_sets.get(found[1], (value,))[0], value)
 
     def _remembered(self) -> dict[str, list[float]]:
         return {
@@ -146,6 +154,7 @@ class Recorder:
             loss_after=self._losses[-1] if self._losses else None,
             pairs_before=self._pairs[0] if self._pairs else None,
             pairs_after=self._pairs[-1] if self._pairs else None,
+            accuracies=dict(self._of_sets),
         )
 
 
@@ -188,6 +197,7 @@ class WritingRecorder(Recorder):
         with self._noted():
             self._metrics.write(0, evaluation)
         known = [text.format(evaluation[name]) for name, text in BEFORE.items() if name in evaluation]
+        known += [f"{found[1]} {evaluation[name]:.3f}" for name in evaluation if (found := OF_SET.fullmatch(name))]
         self.message(f"before training: held-out {', '.join(known)}")
 
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
@@ -244,10 +254,10 @@ class WritingRecorder(Recorder):
         found = samples_of(batch, done.prompts, rows, self._decode, kind="train", scores=scores, parts=parts)
         self._samples.write(done.number, found)
 
-    def heldout(self, iteration: int, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
+    def heldout(self, iteration: int, name: str, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
         number = self._config.metrics.num_samples
         rows = chosen_rows(responses.prompt_indices, len(prompts), number, seed=f"{self._config.seed}")
-        found = samples_of(responses, prompts, rows, self._decode, kind="heldout", scores=marks, parts={})
+        found = samples_of(responses, prompts, rows, self._decode, kind="heldout", scores=marks, parts={}, name=name)
         with self._noted():
             self._samples.write(iteration, found)
 

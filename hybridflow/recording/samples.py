@@ -15,7 +15,7 @@ MOST_CHARACTERS = 2000  # of a column's value
 
 
 class Sample(TypedDict):
-    """A line of samples.jsonl. kind: train, or heldout of an evaluation."""
+    """A line of samples.jsonl. kind: train, or heldout of an evaluation; then with the name of the set."""
 
     kind: str
     prompt: str
@@ -23,6 +23,7 @@ class Sample(TypedDict):
     score: float | None
     parts: Mapping[str, float]  # of the score, before their weights
     columns: Mapping[str, Any]  # the user's, of the row
+    set: NotRequired[str]
     turns: NotRequired[list[Turn]]  # of a row with an environment: the response, cut by who has written it
 
 
@@ -35,6 +36,7 @@ def samples_of(
     kind: str,
     scores: Tensor | None,
     parts: Mapping[str, Tensor],
+    name: str = "",
 ) -> list[Sample]:
     """Of these rows of the batch. scores, parts: (N,) each; a row without a score, NaN, has no parts either."""
     found = []
@@ -50,6 +52,7 @@ def samples_of(
                 parts={} if score is None else {name: float(part[row]) for name, part in parts.items()},
                 columns={name: _short(values[prompt]) for name, values in prompts.columns.items()},
                 turns=_turns(batch, row, ids, decode) if batch.has_rewards else [],
+                set=name,
             )
         )
     return found

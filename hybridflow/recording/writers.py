@@ -123,6 +123,7 @@ class SampleWriter:
                 "parts": dict(row["parts"]),
                 "columns": dict(row["columns"]),
                 **({"turns": row["turns"]} if row.get("turns") else {}),
+                **({"set": row["set"]} if row.get("set") else {}),
             }
             with writing(self._path):
                 self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")

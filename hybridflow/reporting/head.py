@@ -30,6 +30,7 @@ ALGORITHMS = {  # algorithm.name of the config
     "kto": "KTO",
 }
 EVALUATED = ("eval/accuracy", "eval/reward_accuracy", "eval/loss", "eval/score_mean")
+OF_SET = re.compile(r"eval/[^/]+/accuracy")
 TRAINED = ("reward/score_mean", "actor/loss", "reward_model/loss")
 MOST_SCORES = 3
 BEST_METRIC, BEST_IS = "checkpoint.best_metric", "checkpoint.best_is"
@@ -122,7 +123,8 @@ def scored_metrics(run: RunRecord) -> list[str]:
     """checkpoint.best_metric, what evaluations measure, and the score or loss of training: as far as the run has it."""
     best = _value(run.config, BEST_METRIC)
     trained = next((metric for metric in TRAINED if run.curves.get(metric)), None)
-    wanted = [*EVALUATED[:3], best, trained, *EVALUATED[3:]]
+    of_sets = [metric for metric in run.curves if OF_SET.fullmatch(metric)]
+    wanted = [*EVALUATED[:3], *of_sets, best, trained, *EVALUATED[3:]]
     return list(dict.fromkeys(metric for metric in wanted if metric and run.curves.get(metric)))[:MOST_SCORES]
 
 
@@ -184,7 +186,11 @@ def _algorithm(config: Mapping[str, str]) -> list[str]:
 def _data(config: Mapping[str, str]) -> list[str]:
     """What the run trains on, and what it is evaluated on."""
     lines = list(_sources(config, "data.train"))
-    return lines + [f"held out: {source}" for source in _sources(config, "data.heldout")]
+    sets = {found[1]: None for key in config if (found := re.match(r"data\.heldout\.(\w[\w-]*)\.files", key))}
+    named = [(f"held out, {name}", f"data.heldout.{name}.files") for name in sets]
+    for title, key in [("held out", "data.heldout"), *named]:
+        lines += [f"{title}: {source}" for source in _sources(config, key)]
+    return lines
 
 
 def _sources(config: Mapping[str, str], key: str) -> Iterator[str]:

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 # {} stands for a name of the run: letters, digits, _, . or -. The first row that fits counts.
 TITLES: dict[str, tuple[str, str]] = {
     "eval/accuracy": ("Held-out prompts answered right", "share"),
-    "eval/score_mean": ("Mean score on held-out prompts", ""),
+    "eval/score_mean": ("Mean score of reward on held-out prompts", ""),
     "eval/failed_rows": ("Held-out rows that the function failed on", "rows"),
+    "eval/{}/accuracy": ("Responses to {} that are right (avg@k)", "share"),
+    "eval/{}/score_mean": ("Mean score of reward on {}", ""),
+    "eval/{}/failed_rows": ("Rows of {} that the function failed on", "rows"),
+    "eval/{}/response_length_mean": ("Mean response length on {}", "tokens"),
+    "eval/{}/truncated_fraction": ("Responses to {} cut at the length limit", "share"),
+    "eval/{}/pass_at_{}": ("Prompts of {} with a right one of {} responses (pass@k)", "share"),
+    "eval/{}/majority_at_{}": ("Prompts of {} whose most frequent answer of {} is right", "share"),
     "eval/loss": ("Loss on held-out rows", ""),
     "eval/reward_accuracy": ("Held-out pairs with the chosen one ahead", "share"),
     "eval/reward_margin_mean": ("Mean reward margin of held-out pairs", ""),

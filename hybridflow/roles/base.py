@@ -234,8 +234,15 @@ class TrainedRole(Role):
     """
 
     def __init__(
-        self, placed: PlacedModel, *, world: RunContext, bucket_bytes: int | None, head_seed: int | None = None
+        self,
+        placed: PlacedModel,
+        *,
+        world: RunContext,
+        bucket_bytes: int | None,
+        head_seed: int | None = None,
+        trains: bool = True,
     ) -> None:
+        """trains: without it there is neither an optimizer nor a gradient."""
         config = placed.config
         assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
         super().__init__(placed, recompute=config.recompute, world=world, head_seed=head_seed)
@@ -243,9 +250,12 @@ class TrainedRole(Role):
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
         self.steps: list[StepReport] = []
-        self.takes_steps = True
+        self.takes_steps = trains
         self.training_model: TrainedModel | None = None
-        if self.grid.inside:
+        if not trains:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+        elif self.grid.inside:
             self.training_model = TrainedModel(
                 self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes, overlap=world.overlap
             )

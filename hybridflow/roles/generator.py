@@ -88,8 +88,8 @@ class Generator:
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
     turns: how rows go on where an environment answers them, which takes the world's `groups`.
-    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
-    emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
+    params: vLLM's sampling parameters of `sampled` responses. costs: of the reshards since somebody emptied the list.
+    own_bytes: weights of the engine outside the trainer's memory, while it has them.
     """
 
     def __init__(
@@ -129,16 +129,13 @@ class Generator:
         self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
-        self.own_bytes, self.params = 0, {}
+        self.own_bytes, self.params, self._eos_token_ids = 0, {}, eos_token_ids
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
-                self.params = {
-                    "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
-                    "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
-                }
+                self.params = {"sampled": self.engine.sampling_params(config.sampling, eos_token_ids)}
                 self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
                 self.engine.sleep()
         self.costs.clear()
@@ -261,14 +258,14 @@ class Generator:
         self,
         prompts: PromptBatch,
         *,
-        greedy: bool = False,
+        temperature: float | None = None,
         samples_per_prompt: LengthBuckets[int],
         iteration: int,
         first_prompt: int,
         generation: int = 0,
         listener: RolloutListener | None = None,
     ) -> RolloutBatch:
-        """Responses to each prompt, as many as `samples_per_prompt` says; greedy takes the likeliest token always.
+        """Responses to each prompt, as many as `samples_per_prompt` says. temperature: None: of `sampling`; 0: greedy.
 
         Collective over the world. generation: how often the iteration has sampled responses to these prompts before.
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
@@ -283,9 +280,12 @@ class Generator:
             turns = self.turns.begin(prompts, counts, config.sampling.limits, names)
         asked, own, rank = request.prompts_of_replicas(len(self.layout.replicas)), RowResponses(), self._platform.rank
         if self.engine is not None:
+            params = self.params["sampled"]
+            if temperature is not None:
+                params = self.engine.params_at(temperature, config.sampling, self._eos_token_ids)
             own = replica_responses(
                 self.engine,
-                self.params["greedy" if greedy else "sampled"],
+                params,
                 request,
                 asked[self.layout.coordinates(rank).replica],
                 listener=None if listener is None else _ReleasingListener(self, listener),
@@ -294,7 +294,7 @@ class Generator:
         contributed = own if self.layout.contributes(rank) else RowResponses()
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         rollout = whole_rollout(request, contributed, exchange=self._exchange, num_rewards=num_rewards)
-        records = None if greedy else self._actor.records  # nothing is trained on greedy responses
+        records = self._actor.records if temperature is None else None  # nothing is trained on the others
         if records is None:
             return rollout
         made_by = {prompt: replica for replica, prompts_of in enumerate(asked) for prompt in prompts_of}

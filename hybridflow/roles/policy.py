@@ -60,9 +60,10 @@ class Actor(TrainedRole):
         temperature: SamplingTemperature,
         world: RunContext,
         routing: RoutingSizes | None = None,
+        trains: bool = True,
     ) -> None:
         """routing: the actor takes the engine's experts where a batch has records of them."""
-        super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
+        super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
         self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
         self._first_step_counts = True

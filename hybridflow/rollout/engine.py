@@ -176,10 +176,12 @@ class RolloutEngine:
             for own in sampling.sections()
         ]
 
-    def greedy_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "list[SamplingParams]":
-        """The same, always taking the likeliest token."""
+    def params_at(
+        self, temperature: float, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]
+    ) -> "list[SamplingParams]":
+        """The same at this temperature in all buckets; 0 takes the likeliest token always."""
         return [
-            _sampling_params(own, eos_token_ids, needs_text=self._needs_text, temperature=0.0)
+            _sampling_params(own, eos_token_ids, needs_text=self._needs_text, temperature=temperature)
             for own in sampling.sections()
         ]
 

@@ -4,16 +4,15 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, tensor
-
 from hybridflow.agents.sessions import Agents
-from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.environment import AgentInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.environments.conversations import Environments
 from hybridflow.errors import ConfigError
+from hybridflow.flows.evaluate import Judge
+from hybridflow.rewards.answers import answer_reader
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
@@ -73,10 +72,26 @@ def environments_of(
     return Environments(read.pool, continuations, parser, texts.text, end_ids, rank=rank)
 
 
-def right_of(config: ExperimentConfig, caller: FunctionCaller, responses: RolloutBatch) -> int | Tensor:
-    """What `flows.evaluate` takes for right: the number of metrics.eval_reward, or (N,) an environment's rewards."""
-    if config.metrics.eval_reward is not None:
+def judge_of(config: ExperimentConfig, caller: FunctionCaller) -> Judge:
+    """Who says what is right: metrics.eval_reward, or the environment."""
+    right, threshold = config.metrics.eval_reward, config.metrics.eval_threshold
+    read, _ = answer_reader(None if right is None else right.function)
+    if right is not None:
         assert caller.pool is not None, "eval_reward is a function"
-        return len(caller.pool.specs) - 1  # the last, see `rewards.specs`
+        return Judge(len(caller.pool.specs) - 1, (), threshold, read)  # the last, see `rewards.specs`
     assert config.data.environment is not None, "the config says what is right"
-    return responses.environment_rewards @ tensor(config.data.environment.weights)
+    return Judge(None, config.data.environment.weights, threshold, read)
+
+
+def evaluation_notes(config: ExperimentConfig) -> list[str]:
+    """What is right in evaluations, where that is not a score of 1 by metrics.eval_reward."""
+    metrics, environment = config.metrics, config.data.environment
+    if not metrics.eval_interval or (metrics.eval_reward is not None and metrics.eval_threshold == 1.0):
+        return []
+    judge = "metrics.eval_reward"
+    if metrics.eval_reward is None and environment is not None:
+        judge = f"{environment.field}, a weighted sum of parts," if environment.parts else environment.field
+    return [
+        f"evaluation: right is a score of {judge} of at least metrics.eval_threshold = {metrics.eval_threshold:g}. "
+        "eval/score_mean is the mean score that trains"
+    ]

@@ -138,7 +138,7 @@ class FixedDataTrainer:
             return ()
         return self.inputs.end_token_ids(self.config, self.placed.trained.spec.vocab_size)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, *, whole: bool = True) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout
         if heldout is None:

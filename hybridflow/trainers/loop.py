@@ -81,7 +81,7 @@ class Trainer(Protocol):
     @property
     def run(self) -> HasState: ...
     def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
-    def evaluate(self) -> dict[str, float]: ...
+    def evaluate(self, *, whole: bool) -> dict[str, float]: ...
 
 
 def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Recorder) -> None:
@@ -114,7 +114,7 @@ def _recorded(
     why = trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     if evaluates(interval, iteration, last) or (interval and why is not None):
         recorder.phase(f"iteration {iteration}: evaluating")
-        recorder.evaluated(done, trainer.evaluate())
+        recorder.evaluated(done, trainer.evaluate(whole=iteration == last or why is not None))
         why = why or trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     done.metrics["time/save_seconds"] = trainer.checkpoint_manager.pop_save_seconds()
     recorder.iteration(done)

@@ -6,9 +6,7 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -17,19 +15,16 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.mixture import mixture_lines
-from hybridflow.data.reencode import Reencoder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.dynamic_sampling import with_records
-from hybridflow.flows.evaluate import evaluate
+from hybridflow.flows.evaluate import HeldoutSet, evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.generation import Generation
 from hybridflow.flows.hooks import RunHooks
-from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
@@ -44,66 +39,19 @@ from hybridflow.parallel.store_client import StoreClient
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
 from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
-from hybridflow.placement.placed import PlacedRun, place
+from hybridflow.placement.placed import place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
-from hybridflow.rewards.calls import FunctionCaller
-from hybridflow.rewards.pool import Pool
-from hybridflow.rewards.scorer import Scorer
-from hybridflow.rewards.specs import pool_limits
 from hybridflow.roles.base import RunContext
-from hybridflow.roles.generator import Generator
-from hybridflow.roles.policy import Actor, Reference
-from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.environments import environments_of, right_of
+from hybridflow.trainers.building import build_generator, build_roles, function_caller, most_ranks_of_a_host, reencoders
+from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 from hybridflow.user_code import search_beside
-
-
-def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[int, Reencoder]:
-    """Of reward models that have tokenizers of their own, by their numbers."""
-    models = placed.config.reward.models if placed.config.reward is not None else ()
-    return {
-        i: Reencoder.for_model(
-            f"reward.models.{i}",
-            model.model,
-            decode,
-            min(model.micro_batch_tokens, placed.reward_models[i].spec.max_positions),
-        )
-        for i, model in enumerate(models)
-        if model.reencode
-    }
-
-
-def build_roles(
-    placed: PlacedRun, world: RunContext, caller: FunctionCaller, reencode: Mapping[int, Reencoder] | None = None
-) -> Roles:
-    """The models of the run, those that it has. Collective over the world."""
-    config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
-    actor = Actor(placed.actor, temperature=temperature, world=world, routing=placed.routing)
-    critic = Critic(models["critic"], world=world) if "critic" in models else None
-    reference = None
-    if "reference" in models:
-        reference = Reference(models["reference"], temperature=temperature, world=world)
-    scorer = None
-    if config.reward is not None:
-        rewards = [RewardModel(model, world=world) for model in placed.reward_models]
-        limits = config.sampling.limits
-        scorer = Scorer(
-            config.reward,
-            rewards,
-            caller=caller,
-            watch=world.watch,
-            limits=limits,
-            reencoders=reencode or {},
-            environment=config.data.environment,
-        )
-    return Roles(actor, critic, reference, scorer)
 
 
 class OnlineTrainer:
@@ -145,10 +93,11 @@ class OnlineTrainer:
     def _build(self, files: dict[int, Path] | None) -> None:
         """Inputs, models, engine: what takes long, and is collective over the world."""
         config = self.config
-        hosts = parse_hosts(torchrun.hosts_of_ranks())
-        num_ranks = max(len(host.ranks) for host in hosts)
         self.inputs: Inputs = load_inputs(
-            config, self.placed.actor.spec.vocab_size, num_ranks=num_ranks, group=platforms.world_group()
+            config,
+            self.placed.actor.spec.vocab_size,
+            num_ranks=most_ranks_of_a_host(),
+            group=platforms.world_group(),
         )
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
@@ -156,7 +105,7 @@ class OnlineTrainer:
             prepare_vllm()  # reports a missing vLLM before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch.of(self.platform)
-        self.caller = self._caller()
+        self.caller = function_caller(config, self.inputs, self.platform)
         world = RunContext(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self.checkpoint_manager = checkpoint_manager_of(
@@ -168,7 +117,9 @@ class OnlineTrainer:
             saves=self.writes_model,
             portable=self.roles.portable,
         )
-        self.generator = self._engine(world.groups) if files is None else self._replay(files)
+        self.generator = (
+            build_generator(self.placed, self.roles, self.inputs, world) if files is None else self._replay(files)
+        )
         self.hooks = RunHooks(
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
@@ -197,15 +148,6 @@ class OnlineTrainer:
         self.run = Run(config, self.book, self.generation)
         self.run.state = with_records(self.checkpoint_manager.state or self.run.state, self._records)
         self.platform.freeze_objects()
-
-    def _caller(self) -> FunctionCaller:
-        """The caller's processes start while the models are built."""
-        specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
-        own = self.platform.rank, self.platform.world_size
-        hosts = parse_hosts(torchrun.hosts_of_ranks())
-        limits = pool_limits(scoring, max(len(host.ranks) for host in hosts))
-        pool = Pool(specs, limits) if specs else None
-        return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
 
     def _overlapped_scoring(self, world: RunContext) -> OverlappedScoring:
         """Collective over the world."""
@@ -237,21 +179,6 @@ class OnlineTrainer:
 
         found = self.checkpoint_manager.load_rollout(iteration, read)
         return None if found is None else with_experts(*found, self._records)
-
-    def _engine(self, groups: ProcessGroups) -> Generator:
-        with training_memory_offloaded(self.roles, self.platform):
-            assert self.roles.actor is not None, "every algorithm here trains one"
-            return Generator(
-                self.placed,
-                self.roles.actor,
-                eos_token_ids=self.inputs.ends.ids,
-                platform=self.platform,
-                exchange=self.exchange,
-                environments=environments_of(
-                    self.inputs, self.config, self.platform.rank, self.placed.actor.spec.vocab_size
-                ),
-                groups=groups,
-            )
 
     def _replay(self, files: dict[int, Path]) -> Replay:
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
@@ -343,30 +270,39 @@ class OnlineTrainer:
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy responses to the held-out prompts: how many are right, and their mean score."""
-        heldout = self.inputs.heldout
-        if heldout is None:
+    def evaluate(self, *, whole: bool = True) -> dict[str, float]:
+        """Responses to the held-out prompts: how many are right, and their mean score.
+
+        whole: on all sets; else on those whose turn it is.
+        """
+        sets = [
+            HeldoutSet(name, self.inputs.heldout[name].all_that_start(), each.samples, each.temperature)
+            for name, each in self.config.data.heldout_sets.items()
+            if whole or self.run.state.iteration % (each.interval or 1) == 0
+        ]
+        if not self.inputs.heldout:
             raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
-        prompts = heldout.all_that_start()
+        judge, metrics = judge_of(self.config, self.caller), dict[str, float]()
         with self.watchdog.phase("evaluate"), self.caller.evaluating():
-            responses = self.generation.greedy_responses(prompts)
-            right = right_of(self.config, self.caller, responses)
-            return evaluate(
-                responses,
-                prompts,
-                right,
-                caller=self.caller,
-                scorer=self.roles.scorer,
-                exchange=self.exchange,
-                show=partial(self.hooks.heldout, self.run.state.iteration, prompts, responses),
-            )
+            for heldout, responses in zip(sets, self.generation.heldout_responses(sets), strict=True):
+                found = evaluate(
+                    heldout,
+                    responses,
+                    judge,
+                    caller=self.caller,
+                    scorer=self.roles.scorer,
+                    exchange=self.exchange,
+                )
+                self.hooks.heldout(self.run.state.iteration, heldout.name, heldout.prompts, responses, found.marks)
+                metrics |= found.metrics()
+        return metrics
 
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*self.generator.notes(), *environment_notes(self.config)]
         if self.trains:
             notes += warmup_notes(self.config, num_iterations)
+        notes += evaluation_notes(self.config)
         again = getattr(self.config.algorithm, "dynamic_sampling", None) is not None  # it may draw several times
         drawn = num_iterations * self.config.data.prompts_per_iteration
         notes += mixture_lines("data.train", self.inputs.train.rows, drawn, at_least=again)

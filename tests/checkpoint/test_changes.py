@@ -25,7 +25,7 @@ from hybridflow.checkpoint.changes import (
 from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
 from hybridflow.config.algorithms import ALGORITHMS, Custom
 from hybridflow.config.fixed_data import FixedDataConfig
-from hybridflow.config.keys import is_listed, sections_in
+from hybridflow.config.keys import is_listed, is_named, sections_in
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
@@ -80,7 +80,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if not sections:
             yield f"{prefix}{name}"
         for section in sections:
-            index = ".0" if is_listed(section, field.annotation) else ""
+            index = ".0" if is_listed(section, field.annotation) else ".NAME" * is_named(section, field.annotation)
             yield from fields(section, f"{prefix}{name}{index}.")
 
 
@@ -130,7 +130,9 @@ EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
     ("metrics.num_samples", 0, FREE, FREE),
     ("data.train", "moved/t.jsonl", FREE, FREE),
     ("data.heldout", "moved/h.jsonl", FREE, FREE),
+    ("data.heldout", {"a": {"files": "moved/h.jsonl", "samples": 1}}, FREE, FREE),
     ("metrics.eval_reward", "a:b", NOTICED, NOTICED),
+    ("metrics.eval_threshold", 0.5, NOTICED, NOTICED),
     ("actor.optimizer.lr", 1e-4, NOTICED, NOTICED),
     ("data.prompts_per_iteration", 8, NOTICED, NOTICED),
     ("sampling.temperature", 0.5, NOTICED, NOTICED),
@@ -360,6 +362,7 @@ def hexed(**texts: str) -> dict[str, str]:
 CONTENT_EFFECTS = {
     "data.train": (REFUSED, NOTICED),
     "data.heldout": (NOTICED, NOTICED),
+    "data.heldout.math.files": (NOTICED, NOTICED),
     "the tokenizer of actor.model": (REFUSED, NOTICED),
     "config.json of actor.model": (REFUSED, REFUSED),
     "config.json of critic.model": (REFUSED, REFUSED),
@@ -491,3 +494,16 @@ def test_sources_of_data_have_the_keys_of_their_kind() -> None:
 
 
 MORE = (".revision", ".weight")
+
+
+def test_a_set_that_is_drawn_in_another_way_is_told() -> None:
+    sets = {"math": {"files": "m.jsonl", "samples": 1, "temperature": 0.0, "interval": None}, "b": {"files": "b.jsonl"}}
+    saved = with_value("data.heldout", sets)
+    for key, value, effect in (
+        ("data.heldout.math.samples", 4, NOTICED),
+        ("data.heldout.math.temperature", 0.5, NOTICED),
+        ("data.heldout.math.interval", 20, FREE),
+        ("data.heldout.math.files", "moved.jsonl", FREE),
+    ):
+        [change] = found(with_value(key, value, saved), saved).found
+        assert (change.key, change.effect) == (key, effect)

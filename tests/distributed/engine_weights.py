@@ -114,9 +114,9 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
 
 def _responses(trainer: OnlineTrainer) -> dict[str, Tensor]:
     found, prompts = {}, trainer.inputs.train.batch([0, 1, 2, 3])
-    for kind, greedy in (("sampled", False), ("greedy", True)):
+    for kind, temperature in (("sampled", None), ("greedy", 0.0)):
         rollout = trainer.generator.generate(
-            prompts, greedy=greedy, samples_per_prompt=always(1), iteration=1, first_prompt=0
+            prompts, temperature=temperature, samples_per_prompt=always(1), iteration=1, first_prompt=0
         )
         found |= {f"{kind} {name}": getattr(rollout, name) for name in ("input_ids", "lengths", "rollout_log_probs")}
     return found

@@ -141,7 +141,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     }
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
-    greedy = responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))
+    greedy = responses_of(engine, requests, engine.params_at(0.0, SAMPLING, ()))
     with mock.patch.object(platforms.Platform, "synchronize") as wait:
         sampled = responses_of(engine, requests, engine.sampling_params(SAMPLING, ()))
     record["waits"] = wait.call_count
@@ -157,7 +157,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     if case.dtype == "bfloat16":
         with vllms_own_loader():
             other = build(case, checkpoints, platform)
-        record["as_vllm_loads_it"] = greedy == responses_of(other, requests, other.greedy_params(SAMPLING, ()))
+        record["as_vllm_loads_it"] = greedy == responses_of(other, requests, other.params_at(0.0, SAMPLING, ()))
         record["as_vllm_loads_it"] &= sampled == responses_of(other, requests, other.sampling_params(SAMPLING, ()))
         other.close()
     return record
@@ -250,7 +250,7 @@ def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[
     asleep = cache_bytes(engine)
     engine.wake_up()
     engine.reset_prefix_cache()
-    again = responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))
+    again = responses_of(engine, requests, engine.params_at(0.0, SAMPLING, ()))
     return {
         "nbytes": [awake, asleep, cache_bytes(engine)],
         "same_after_sleep": [response.token_ids for response in again] == tokens,
@@ -272,7 +272,7 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         started = time.monotonic()
         engine = build(case, checkpoints, platform, sleep_level=0)
         seconds.append(time.monotonic() - started)
-        responses_of(engine, [Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
+        responses_of(engine, [Request(prompts()[0], 0)], engine.params_at(0.0, SAMPLING, ()))
         engine.sleep()
         kept.append(cache_bytes(engine))
         engine.close()

@@ -189,7 +189,7 @@ class Run:
             engine.wake_up()
             engine.reset_prefix_cache()
             requests = [Request(prompt, 0) for prompt in prompts().tolist()]
-            tokens = [r.token_ids for r in responses_of(engine, requests, engine.greedy_params(SAMPLING, ()))]
+            tokens = [r.token_ids for r in responses_of(engine, requests, engine.params_at(0.0, SAMPLING, ()))]
             engine.sleep()
         back = reshard.to_trainer()
         return {

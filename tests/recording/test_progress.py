@@ -158,3 +158,13 @@ def test_the_bar_of_a_resumed_run_starts_where_it_was() -> None:
     with ProgressDisplay(60, completed=12, console=console) as progress:
         progress.message("resumed")
     assert "12/60" in printed(console) and "0/60" not in printed(console).replace("12/60", "")
+
+
+def test_accuracies_of_sets_by_name_end_a_line() -> None:
+    metrics = {
+        "reward/score_mean": 0.5,
+        "eval/math/accuracy": 0.25,
+        "eval/code-2/accuracy": 1.0,
+        "eval/math/score_mean": 9.0,
+    }
+    assert iteration_line(3, 8, metrics) == "iteration 3/8  score 0.5  math 0.25  code-2 1"

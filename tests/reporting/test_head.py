@@ -141,3 +141,28 @@ def test_model_and_data_in_all_forms(path: Path) -> None:
     (path / "config.yaml").write_text("algorithm: {name: dr_grpo}\ndata: {train: x.parquet, heldout: null}\n")
     facts = dict(head(read(path))["facts"])
     assert (facts["algorithm"], facts["data"]) == (["Dr. GRPO"], ["x.parquet"])
+
+
+def test_sets_by_name_are_data_and_scores(path: Path) -> None:
+    (path / "config.yaml").write_text(
+        "algorithm: {name: grpo}\n"
+        "data:\n"
+        "  train: a.jsonl\n"
+        "  heldout: {math: {files: m.jsonl, samples: 4}, code-2: {files: {hub: openai/gsm8k, split: test}}}\n"
+    )
+    run = read(path)
+    assert dict(head(run)["facts"])["data"] == [
+        "a.jsonl",
+        "held out, math: m.jsonl",
+        "held out, code-2: openai/gsm8k, test",
+    ]
+    curve = ((0, 0.25), (2, 0.5))
+    named = replace(
+        run, curves={"eval/math/accuracy": curve, "eval/math/score_mean": curve, "reward/score_mean": curve}
+    )
+    assert scored_metrics(named) == ["eval/math/accuracy", "reward/score_mean"]
+    assert head(named)["scores"][0] | {"best_at": 2} == head(named)["scores"][0]
+    assert (head(named)["scores"][0]["title"], head(named)["scores"][0]["last"]) == (
+        "Responses to math that are right (avg@k)",
+        "50.0%",
+    )

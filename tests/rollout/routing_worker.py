@@ -86,7 +86,7 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict[str
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(4, 100, (length,), generator=generator).tolist() for length in case.prompt_lengths]
     requests = [Request(prompt, seed) for prompt in prompts for seed in range(case.samples)]
-    greedy = engine.greedy_params(case.sampling, ()) if case.chunk else engine.sampling_params(case.sampling, ())
+    greedy = engine.params_at(0.0, case.sampling, ()) if case.chunk else engine.sampling_params(case.sampling, ())
     cached, scheduler = note_cached(engine), engine._engine.engine_core.engine_core.scheduler
     preempted = mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request)
     with contextlib.nullcontext() if case.several_steps else single_steps(), preempted as preempt:

@@ -1,0 +1,115 @@
+"""What an evaluation leaves: results.json and a file of samples for each set, and the table on the screen."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow.checkpoint.store import STEP
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.inputs import Inputs
+from hybridflow.flows.evaluate import EvaluatedSet
+from hybridflow.recording.run_dir import replace_file
+from hybridflow.recording.samples import samples_of
+from hybridflow.recording.writers import SampleWriter
+from hybridflow.rewards.answers import answer_reader
+
+RESULTS = "results.json"
+
+
+def write_results(config: ExperimentConfig, evaluated: Sequence[EvaluatedSet], inputs: Inputs) -> Path:
+    """Write RESULTS and SET.jsonl into the directory of the evaluation, over those of before. Errors: RecordError."""
+    step = STEP.fullmatch(Path(config.actor.model).parent.name)
+    iteration = int(step[1]) if step else 0
+    for each in evaluated:
+        _write_samples(config.run_dir / f"{each.heldout.title}.jsonl", each, inputs, iteration)
+    judge, reward = config.metrics, config.metrics.eval_reward
+    named = reward.function if reward is not None else getattr(config.data.environment, "field", None)
+    _, read = answer_reader(None if reward is None else reward.function)
+    tree = {
+        "model": config.actor.model,
+        "iteration": iteration if step else None,
+        "seed": config.seed,
+        "right": f"a score of {named} of at least {judge.eval_threshold:g}",
+        "majority": f"by {read}",
+        "sets": {each.heldout.title: facts(each) for each in evaluated},
+    }
+    file = config.run_dir / RESULTS
+    replace_file(file, [f"{json.dumps(tree, indent=1, ensure_ascii=False)}\n".encode()])
+    return file
+
+
+def facts(each: EvaluatedSet) -> dict[str, Any]:
+    """Of one set, for JSON. accuracy is avg@k."""
+    heldout = each.heldout
+    found = {
+        "prompts": len(heldout.prompts),
+        "samples": heldout.samples,
+        "temperature": heldout.temperature,
+        "accuracy": each.accuracy,
+        "pass_at": {str(k): each.pass_at(k) for k in ks(heldout.samples)},
+        "score_mean": each.score_mean,
+        "response_length_mean": each.response_length_mean,
+        "truncated_fraction": each.truncated_fraction,
+        "failed_rows": each.num_failed or 0,
+    }
+    return found | ({"majority_at": {str(heldout.samples): each.majority}} if heldout.samples > 1 else {})
+
+
+def ks(samples: int) -> list[int]:
+    """The powers of two below the number of samples, and that number: of pass@k."""
+    return [*(1 << i for i in range((samples - 1).bit_length())), samples]
+
+
+def results_table(evaluated: Sequence[EvaluatedSet]) -> Table:
+    """A row a set. A set of one response to each prompt has neither pass@k nor majority@k."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("set", no_wrap=True)
+    for name in ("prompts", "k", "temp", "avg@k", "pass@k", "maj@k", "score", "length", "cut"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in evaluated:
+        heldout, several = each.heldout, each.heldout.samples > 1
+        cells = [
+            heldout.title,
+            str(len(heldout.prompts)),
+            str(heldout.samples),
+            f"{heldout.temperature:g}" if heldout.temperature else "greedy",
+            f"{each.accuracy:.1%}",
+            f"{each.pass_at(heldout.samples):.1%}" if several else "",
+            f"{each.majority:.1%}" if several else "",
+            "" if each.score_mean is None else f"{each.score_mean:.3f}",
+            f"{each.response_length_mean:.1f}",
+            f"{each.truncated_fraction:.1%}",
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def pass_lines(evaluated: Sequence[EvaluatedSet]) -> list[str]:
+    """pass@k by k, a line for each set of several samples."""
+    return [
+        f"{each.heldout.title}: " + "  ".join(f"pass@{k} {each.pass_at(k):.1%}" for k in ks(each.heldout.samples))
+        for each in evaluated
+        if each.heldout.samples > 1
+    ]
+
+
+def _write_samples(file: Path, each: EvaluatedSet, inputs: Inputs, iteration: int) -> None:
+    """All responses with the judge's score, and whether that is right."""
+    samples = samples_of(
+        each.responses,
+        each.heldout.prompts,
+        range(len(each.responses)),
+        inputs.decode,
+        kind="heldout",
+        scores=each.marks,
+        parts={"right": each.right.float()},
+        name=each.heldout.title,
+    )
+    writer = SampleWriter(file)
+    writer.write(iteration, samples)
+    writer.close()

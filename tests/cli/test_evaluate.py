@@ -1,0 +1,183 @@
+"""What `hybridflow eval` takes from a run, a model and the command line, what it refuses, and an evaluation."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.checkpoint.store import begin, publish
+from hybridflow.cli.evaluate import evaluated_model, named_set
+from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.config.auto import with_neutral
+from hybridflow.config.evaluation import bare_tree, evaluation_tree
+from hybridflow.errors import ConfigError, RunDirError
+from tests.distributed.tiny_experiment import make_inputs
+from tests.launch import ROOT, of_no_rank
+from tests.test_config import MINIMAL
+
+
+def run_dir(root: Path, *iterations: int, hf: bool = False) -> Path:
+    root.mkdir()
+    (root / "config.yaml").write_text("name: x\n")
+    for iteration in iterations:
+        partial = begin(root / "checkpoints", iteration, ["actor"])
+        (partial / "actor" / "config.json").write_text("{}")
+        publish(root / "checkpoints", iteration, partial, {})
+    if hf:
+        (root / "hf").mkdir()
+        (root / "hf" / "config.json").write_text("{}")
+    return root
+
+
+def test_a_run_is_its_last_checkpoint_or_the_one_that_is_named(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", 3, 12, hf=True)
+    last, named = evaluated_model(str(run), None), evaluated_model(str(run), 3)
+    assert (last.model, last.name, last.run) == (f"{run}/checkpoints/step_000012/actor", "step_000012", run)
+    assert (named.model, named.name) == (f"{run}/checkpoints/step_000003/actor", "step_000003")
+    step = evaluated_model(str(run / "checkpoints" / "step_000003"), None)
+    assert (step.model, step.name, step.run) == (named.model, named.name, run)
+    hf = evaluated_model(str(run / "hf"), None)
+    assert (hf.model, hf.name, hf.run) == (f"{run}/hf", "hf", run)
+    assert evaluated_model(str(run_dir(tmp_path / "short", hf=True)), None).model == f"{tmp_path}/short/hf"
+
+
+def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path: Path) -> None:
+    model = tmp_path / "hf"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert evaluated_model(str(model), None).run is None, "beside no config of a run"
+    hub = evaluated_model("some-body/model-7B@v1", None)
+    assert (hub.model, hub.name, hub.run) == ("some-body/model-7B@v1", "some-body--model-7B--v1", None)
+
+
+def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", 3, 12)
+    with pytest.raises(
+        RunDirError, match=r"--checkpoint 7: .*run has no checkpoint after this iteration; there are 3, 12"
+    ):
+        evaluated_model(str(run), 7)
+    with pytest.raises(RunDirError, match=r"has neither a checkpoint nor a trained model in hf/"):
+        evaluated_model(str(run_dir(tmp_path / "empty")), None)
+    with pytest.raises(RunDirError, match=r"nothing: is neither a run's directory nor a model's"):
+        evaluated_model(str(tmp_path / "nothing"), None)
+    shutil.rmtree(run / "checkpoints" / "step_000012" / "actor")
+    with pytest.raises(Exception, match=r"step_000012.*config.json"):
+        evaluated_model(str(run), None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(RunDirError, match=r"--checkpoint 3: .*model is no run"):
+        evaluated_model(str(tmp_path / "model"), 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "files"),
+    [
+        ("rows/test.jsonl", "test", "rows/test.jsonl"),
+        ("math=a=b.jsonl", "math", "a=b.jsonl"),
+        ("a b.tar.gz", "a-b", "a b.tar.gz"),
+        (
+            "gsm8k={hub: openai/gsm8k, name: main, split: test}",
+            "gsm8k",
+            {"hub": "openai/gsm8k", "name": "main", "split": "test"},
+        ),
+    ],
+)
+def test_rows_are_named_or_called_by_their_file(given: str, name: str, files: Any) -> None:
+    assert named_set(given) == (name, files)
+
+
+def made(tree: dict[str, Any], **more: Any) -> ExperimentConfig:
+    given = {"model": "m/hf", "name": "hf", "output_dir": "runs/x/eval", "sets": {}, "reward": "m:f", **more}
+    return ExperimentConfig.from_tree(evaluation_tree(tree, **given), "the tree")
+
+
+def test_the_config_has_the_actor_and_the_rewards_and_trains_nothing() -> None:
+    data = {**MINIMAL["data"], "heldout": {"a": {"files": "a.jsonl", "interval": 5}, "b": {"files": "b.jsonl"}}}
+    config = made({**MINIMAL, "data": data, "stop_when": {"metric": "eval/accuracy", "at_least": 1}})
+    assert list(config.roles()) == ["actor", *(name for name in config.roles() if name.startswith("reward"))]
+    assert (config.actor.model, str(config.run_dir)) == ("m/hf", "runs/x/eval/hf")
+    assert config.reward is not None and config.critic is config.reference is config.stop_when is None
+    assert config.data.train == "a.jsonl", "rows to train on need not be here"
+    assert config.checkpoint.load == "none" and not config.checkpoint.saves
+    assert [(name, each.samples, each.temperature) for name, each in config.data.heldout_sets.items()] == [
+        ("a", 1, 0.0),
+        ("b", 1, 0.0),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_that_generates_can_be_evaluated(path: Path) -> None:
+    tree = with_neutral(read_tree(path))
+    if "sampling" not in tree:
+        return
+    config = made(tree, sets={"x": "x.jsonl"}, samples=4)
+    assert list(config.data.heldout_sets) == ["x"] and "critic" not in config.roles()
+
+
+def test_samples_and_temperatures_of_the_command_line() -> None:
+    data = {**MINIMAL["data"], "heldout": {"a": {"files": "a.jsonl"}, "b": {"files": "b.jsonl", "temperature": 0.6}}}
+    tree = {**MINIMAL, "data": data, "sampling": {**MINIMAL["sampling"], "temperature": 0.9}}
+
+    def drawn(**more: Any) -> dict[str, tuple[int, float]]:
+        sets = made(tree, **more).data.heldout_sets
+        return {name: (each.samples, each.temperature) for name, each in sets.items()}
+
+    assert drawn(samples=16) == {"a": (16, 0.9), "b": (16, 0.6)}
+    assert drawn(samples=16, temperature=0.3) == {"a": (16, 0.3), "b": (16, 0.3)}
+    assert drawn(samples=1) == {"a": (1, 0.0), "b": (1, 0.6)}
+    alone = {**MINIMAL, "data": {**MINIMAL["data"], "heldout": "h.jsonl"}}
+    assert list(made(alone).data.heldout_sets) == [""], "with the seeds of the run"
+    assert list(made(alone, samples=2).data.heldout_sets) == ["heldout"]
+    assert list(made(alone, sets={"x": "x.jsonl"}).data.heldout_sets) == ["x"]
+    with pytest.raises(ConfigError, match=r"data.heldout = null: give --data FILE"):
+        made(MINIMAL)
+
+
+def test_a_model_alone_has_the_lengths_that_it_takes() -> None:
+    given = {"chat_template": True, "chat_template_kwargs": {"enable_thinking": False}}
+    config = made(bare_tree(max_positions=40, max_tokens=32, **given), sets={"x": "x.jsonl"}, threshold=0.5)
+    assert (config.data.max_prompt_length, config.sampling.max_response_length) == (8, 32)
+    assert config.data.chat_template and config.data.chat_template_kwargs == {"enable_thinking": False}
+    assert config.reward is None and list(config.roles()) == ["actor"] and config.metrics.eval_threshold == 0.5
+    with pytest.raises(ConfigError, match=r"--max-tokens 40: leaves no room for a prompt; the model takes 40 tokens"):
+        bare_tree(max_positions=40, max_tokens=40, **given)
+
+
+def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hybridflow", "eval", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    model = make_inputs(tmp_path / "inputs") / "policy"
+    done = evaluate(model)
+    told = f"hybridflow eval: error: {model}: is of no run: give a CONFIG, or --data FILE and --reward FUNCTION\n"
+    assert (done.returncode, done.stderr) == (1, told)
+    done = evaluate(model, "--data", "x.jsonl")
+    told = "hybridflow eval: error: --data without a CONFIG needs --reward FUNCTION, such as "
+    assert (done.returncode, done.stderr) == (1, f"{told}hybridflow.rewards:numeric_match\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_a_model_is_evaluated_on_two_ranks(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path / "inputs")
+    done = evaluate(
+        *(inputs / "policy", "--data", f"sums={inputs / 'heldout.jsonl'}", "--data", inputs / "train.jsonl", "-k", 4),
+        *("--reward", "hybridflow.rewards:exact_match", "--max-tokens", 8, "--nproc", 2, "--output", tmp_path / "out"),
+        *("actor.dtype=float32", "actor.tensor_parallel_size=2", "rollout.kv_cache_gib=0.0625"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sums: generating 5 prompts x 4 responses, at temperature 1" in done.stdout
+    assert "train: pass@1 0.0%  pass@2 0.0%  pass@4 0.0%" in done.stdout
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {name: (own["prompts"], own["samples"]) for name, own in results["sets"].items()} == {
+        "sums": (5, 4),
+        "train": (16, 4),
+    }
+    assert results["right"] == "a score of hybridflow.rewards:exact_match of at least 1"
+    assert results["majority"] == "by the text of the response"
