@@ -275,13 +275,13 @@ class OnlineTrainer:
 
         whole: on all sets; else on those whose turn it is.
         """
+        if not self.inputs.heldout:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         sets = [
             HeldoutSet(name, self.inputs.heldout[name].all_that_start(), each.samples, each.temperature)
             for name, each in self.config.data.heldout_sets.items()
             if whole or self.run.state.iteration % (each.interval or 1) == 0
         ]
-        if not self.inputs.heldout:
-            raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         judge, metrics = judge_of(self.config, self.caller), dict[str, float]()
         with self.watchdog.phase("evaluate"), self.caller.evaluating():
             for heldout, responses in zip(sets, self.generation.heldout_responses(sets), strict=True):
