@@ -43,7 +43,7 @@ class FakeActor:
             inside=True,
             **dict(dp_rank=0, tp_rank=0, pp_rank=pp_rank, tp=tp),
             layout=layout,
-            at=TrainingCoordinates(0, 0, pp_rank),
+            own_coordinates=TrainingCoordinates(0, 0, pp_rank),
             groups=SimpleNamespace(tp=None, pp=None, tp_ep=None),
         )
         table = staged_weights(spec, "lm", layout.stages(spec.num_layers))

@@ -43,8 +43,14 @@ class GivenResponses:
     def awake(self) -> Any:
         return contextlib.nullcontext()
 
-    def generate(self, prompts: PromptBatch, *, greedy: bool, **how: Any) -> RolloutBatch:
-        if not greedy:
+    def pop_cache_use(self) -> dict[str, float]:
+        return {}
+
+    def count_work(self, rollout: RolloutBatch, watch: object) -> None:
+        """No engine has computed anything."""
+
+    def generate(self, prompts: PromptBatch, *, temperature: float | None = None, **how: Any) -> RolloutBatch:
+        if temperature is None:
             return self.rollout
         assert self.greedy is not None, "no greedy responses are given"
         return self.greedy

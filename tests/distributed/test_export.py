@@ -81,7 +81,8 @@ def test_an_export_from_any_layout_is_bitwise_its_source(layouts, name):
 
 
 def test_nothing_half_written_stays(out, layouts):
-    assert not list(out.rglob(".*")) and not list(layouts.rglob(".*"))
+    """Torch's own .metadata of the checkpoint at the end of the run is whole."""
+    assert {file.name for file in out.rglob(".*")} <= {".metadata"} and not list(layouts.rglob(".*"))
 
 
 def test_transformers_loads_the_trained_actor(inputs, out):
