@@ -21,9 +21,11 @@ show_and_run() {
 show_and_run bash launch/setup.sh
 export OMP_NUM_THREADS=1  # one thread for each process
 export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
-if grep -q data/tiny_experts "$config"; then
+base=$(sed -n 's/^base: *\([^ #]*\).*/\1/p' "$config")  # counted from the config's directory
+files=("$config" ${base:+"$(dirname "$config")/$base"})
+if grep -q data/tiny_experts "${files[@]}"; then
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny_experts --experts 8 --if-missing
-elif grep -q data/tiny_tools "$config"; then
+elif grep -q data/tiny_tools "${files[@]}"; then
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny_tools --tools --if-missing
 else
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing

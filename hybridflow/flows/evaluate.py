@@ -72,8 +72,9 @@ class EvaluatedSet:
 
     @property
     def score_mean(self) -> float | None:
-        """Over the rows that have not failed."""
-        return None if self.scores is None else float(self.scores[~self.responses.failed].mean())
+        """Over the rows that have not failed; None where there is none."""
+        there = ~self.responses.failed
+        return None if self.scores is None or not there.any() else float(self.scores[there].mean())
 
     @property
     def response_length_mean(self) -> float:

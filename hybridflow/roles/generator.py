@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridflow.architecture.flops import forward_flops
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.errors import EnvironmentProblem
+from hybridflow.errors import EnvironmentProblem, RewardError
 from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -294,6 +294,11 @@ class Generator:
         contributed = own if self.layout.contributes(rank) else RowResponses()
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         rollout = whole_rollout(request, contributed, exchange=self._exchange, num_rewards=num_rewards)
+        if temperature is None and rollout.failed.all():
+            raise RewardError(
+                f"data.environment: all {len(rollout)} rows of a rollout have failed: there is nothing to train on, "
+                f"and the lines before say why"
+            )
         records = self._actor.records if temperature is None else None  # nothing is trained on the others
         if records is None:
             return rollout

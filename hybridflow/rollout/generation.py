@@ -27,7 +27,6 @@ from hybridflow.batch import (
 )
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
@@ -198,11 +197,6 @@ def whole_rollout(
     rewards = exchange.gather_all(
         [of_rows([r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
     )
-    if rewards[0].isnan().all():
-        raise RewardError(
-            f"data.environment: all {num_rows} rows of a rollout have failed: there is nothing to train on, and the "
-            f"lines before say why"
-        )
     return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
 
 

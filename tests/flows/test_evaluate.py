@@ -74,6 +74,15 @@ def test_a_set_without_a_name_has_the_metrics_that_one_has_ever_had() -> None:
     assert evaluated(name="").metrics() == {"eval/accuracy": 2 / 8, "eval/failed_rows": 1.0}
 
 
+def test_a_set_whose_rows_have_all_failed_is_wrong_and_has_no_mean_score() -> None:
+    found = evaluated(name="")
+    failed = replace(found.responses, environment_rewards=torch.full((8, 3), NAN))
+    found = replace(
+        found, responses=failed, scores=torch.zeros(8), right=torch.zeros(8, dtype=torch.bool), num_failed=8
+    )
+    assert found.metrics() == {"eval/accuracy": 0.0, "eval/failed_rows": 8.0}
+
+
 def test_an_answer_is_what_the_policy_wrote_last() -> None:
     assert last_turns(responses()) == [[1, 2], [1], [4, 5], [1, 2], [7], [8], [6], [2]]
     nothing = replace(responses(), response_mask=torch.zeros_like(responses().response_mask))
