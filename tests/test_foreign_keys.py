@@ -267,7 +267,7 @@ def test_no_key_of_generation_is_told_on_fixed_data() -> None:
         ("learning_rate", "here it is actor.optimizer.lr"),
         ("reward_model_cfg.reward.learning_rate", "here it is reward_model.optimizer.lr"),
         ("dpo.max_num_epochs", "here it is num_epochs (passes over data.train)"),
-        ("megatron.override_transformer_config", "there is none here: what megatron-core is built with follows"),
+        ("megatron.override_transformer_config", "here it is actor.megatron_arguments"),
         ("algorithm.betta", "did you mean beta?"),
         ("data.max_lenght", "did you mean max_length?"),
     ],

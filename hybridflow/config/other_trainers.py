@@ -342,7 +342,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", ""),
     (
         "",
-        "override_transformer_config override_ddp_config override_mcore_model_config override_model_config "
+        "override_ddp_config override_mcore_model_config override_model_config "
         "override_optimizer_config recompute_method recompute_num_layers recompute_modules attention_backend "
         "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
         "gradient_accumulation_fusion persist_layer_norm deallocate_pipeline_outputs overlap_grad_reduce "
@@ -393,6 +393,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("rollout.max_num_seqs", "max_num_seqs", ""),
     ("rollout.max_num_batched_tokens", "max_num_batched_tokens", ""),
     ("rollout.reshard_bucket_mib", "update_weights_bucket_megabytes", "MiB"),
+    ("rollout.engine_arguments", "engine_kwargs vllm_kwargs", "vLLM's own arguments that change speed or memory"),
+    ("ROLE.megatron_arguments", "override_transformer_config", "megatron's own that change speed or memory"),
     # ---- checkpoints, evaluation, records
     ("checkpoint.save_interval", "save_freq save_steps save_period", "iterations"),
     (
