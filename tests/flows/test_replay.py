@@ -315,7 +315,7 @@ def rows(run_dir: Path) -> list[dict[str, str]]:
     """What metrics.csv has of each iteration, without what is measured or of the engine, or of held-out prompts."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
-    apart = ("reshard/", "eval/", "memory/")
+    apart = ("reshard/", "eval/", "memory/", "speed/", "time/", "rollout/kv_cache_use", "rollout/preemptions")
     return [
         {name: cell for name, cell in row.items() if not (MEASURED.fullmatch(name) or name.startswith(apart))}
         for row in found
