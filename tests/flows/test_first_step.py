@@ -37,7 +37,9 @@ def test_batches_metrics_and_weights_are_those_of_a_forward_pass_for_all(case, r
     record = records[case]
     assert max(record["batches"]) < 5e-5 and record["weights"] < 1e-5 and record["moved"] > 1
     for differing, values in record["metrics"]:
-        assert set(differing) <= {"time/log_probs_seconds", "speed/log_probs_tflops"} and values == {}
+        assert {name for name in differing if not name.startswith("speed/")} <= {
+            "time/log_probs_seconds"
+        } and values == {}
 
 
 @pytest.mark.thorough
