@@ -22,6 +22,7 @@ from hybridflow.config.data import parse_prompts
 from hybridflow.config.fixed_data import config_class
 from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, UserError
+from hybridflow.user_code import search_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,5 +63,6 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
         yield ""
         given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
         fetch_models(given, weights=False)
+        search_beside(config)
         tree = with_neutral(given)
         yield from data_lines(config_class(tree).from_tree(tree, config))

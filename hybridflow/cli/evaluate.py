@@ -44,11 +44,14 @@ from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_mani
 from hybridflow.cli import train
 from hybridflow.cli.chat import CONFIG, prompts_of_run, spec_that_talks
 from hybridflow.cli.command import argument_parser, positive, print_error
+from hybridflow.cli.files_of_tree import read_config
+from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import SET_NAME
 from hybridflow.config.evaluation import MAX_TOKENS, bare_tree, evaluation_tree
 from hybridflow.config.files import as_yaml, read_tree, read_value
 from hybridflow.config.hub import cached_directory, fetch_models, is_hub_name
-from hybridflow.errors import CheckpointError, ConfigError, RunDirError, UserError
+from hybridflow.errors import CheckpointError, ConfigError, Reasons, RunDirError, UserError
+from hybridflow.user_code import search_beside
 
 EVALUATIONS = "eval"
 
@@ -127,7 +130,25 @@ def _written(options: Namespace) -> tuple[Path, Path]:
         reward=options.reward,
         threshold=options.threshold,
     )
-    return source, _write(output / CONFIG, as_yaml(made))
+    file = output / CONFIG
+    _check(made, file, source, named=bool(configs))
+    return source, _write(file, as_yaml(made))
+
+
+def _check(made: dict[str, Any], file: Path, source: Path, *, named: bool) -> None:
+    """Nothing is written where the evaluation could not begin. named: the config is. Errors: UserError."""
+    if file.is_file() and (before := read_tree(file).get("actor", {}).get("model")) != made["actor"]["model"]:
+        raise RunDirError(f"{file.parent}: has the evaluation of another model, {before}: give --output DIR")
+    fetch_models(made, weights=True)
+    search_beside(source)
+    config = read_config(with_neutral(made), file)
+    from hybridflow.cli.refusals import note_missing  # torch loads for seconds
+
+    reasons = Reasons()
+    note_missing(config, reasons)
+    if not named and any("cannot import" in line for line in reasons.lines):
+        reasons.lines.append("functions beside a config are found if the config is named: hybridflow eval RUN CONFIG")
+    reasons.refuse()
 
 
 def evaluated_model(given: str, checkpoint: int | None) -> EvaluatedModel:
@@ -142,6 +163,8 @@ def evaluated_model(given: str, checkpoint: int | None) -> EvaluatedModel:
     if (path / "config.json").is_file():
         run = path.resolve().parent if path.resolve().name == "hf" else None
         return EvaluatedModel(given, path.resolve().name, run if run and (run / CONFIG).is_file() else None)
+    if path.parent.is_dir() and any(path.parent.glob(f"*/{CONFIG}")):
+        raise RunDirError(f"{given}: no such run; {path.parent} has others")
     if is_hub_name(given):
         return EvaluatedModel(given, re.sub(r"[^\w.-]+", "--", given), None)
     raise RunDirError(

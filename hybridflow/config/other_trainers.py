@@ -206,11 +206,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "algorithm.name=dr_grpo",
         "norm_adv_by_std_in_grpo no_advantage_std_norm no_std_norm scale_rewards normalize_rewards",
-        "advantages that are not divided by the standard deviation; grpo divides",
+        "for advantages that are not divided by the standard deviation; grpo is the name where they are",
     ),
     ("algorithm.name=rloo", "use_leave_one_out_baseline", ""),
-    ("algorithm.kl.use=loss", "use_kl_loss kl.use_loss", "reward, loss or none"),
-    ("algorithm.kl.use=reward", "use_kl_in_reward", "reward, loss or none"),
+    ("algorithm.kl.use=loss", "use_kl_loss kl.use_loss", "where true; none without any KL"),
+    ("algorithm.kl.use=reward", "use_kl_in_reward", "where true; none without any KL"),
     ("algorithm.kl.coef", "kl_loss_coef kl_coef init_kl_coef kl.init_coef beta reference_policy_kl_penalty", ""),
     (
         "algorithm.kl.estimator",

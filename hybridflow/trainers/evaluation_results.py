@@ -30,17 +30,25 @@ def write_results(config: ExperimentConfig, evaluated: Sequence[EvaluatedSet], i
     judge, reward = config.metrics, config.metrics.eval_reward
     named = reward.function if reward is not None else getattr(config.data.environment, "field", None)
     _, read = answer_reader(None if reward is None else reward.function)
+    sets = {each.heldout.title: facts(each) for each in evaluated}
     tree = {
         "model": config.actor.model,
         "iteration": iteration if step else None,
         "seed": config.seed,
         "right": f"a score of {named} of at least {judge.eval_threshold:g}",
         "majority": f"by {read}",
-        "sets": {each.heldout.title: facts(each) for each in evaluated},
+        "sets": sets,
     }
     file = config.run_dir / RESULTS
+    for title in _titles(file) - sets.keys():
+        (config.run_dir / f"{title}.jsonl").unlink(missing_ok=True)
     replace_file(file, [f"{json.dumps(tree, indent=1, ensure_ascii=False)}\n".encode()])
     return file
+
+
+def _titles(file: Path) -> set[str]:
+    """Of the sets of an earlier evaluation."""
+    return set(json.loads(file.read_text())["sets"]) if file.is_file() else set()
 
 
 def facts(each: EvaluatedSet) -> dict[str, Any]:

@@ -62,8 +62,10 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
         evaluated_model(str(run), 7)
     with pytest.raises(RunDirError, match=r"has neither a checkpoint nor a trained model in hf/"):
         evaluated_model(str(run_dir(tmp_path / "empty")), None)
-    with pytest.raises(RunDirError, match=r"nothing: is neither a run's directory nor a model's"):
+    with pytest.raises(RunDirError, match=r"nothing: no such run; .* has others"):
         evaluated_model(str(tmp_path / "nothing"), None)
+    with pytest.raises(RunDirError, match=r"nothing: is neither a run's directory nor a model's"):
+        evaluated_model(str(tmp_path / "no" / "where" / "nothing"), None)
     shutil.rmtree(run / "checkpoints" / "step_000012" / "actor")
     with pytest.raises(Exception, match=r"step_000012.*config.json"):
         evaluated_model(str(run), None)
@@ -160,6 +162,20 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     done = evaluate(model, "--data", "x.jsonl")
     told = "hybridflow eval: error: --data without a CONFIG needs --reward FUNCTION, such as "
     assert (done.returncode, done.stderr) == (1, f"{told}hybridflow.rewards:numeric_match\n")
+
+
+def test_what_is_refused_leaves_an_earlier_evaluation_alone(tmp_path: Path) -> None:
+    """Rows that are not there, and the place of another model's results."""
+    model, out = make_inputs(tmp_path / "inputs") / "policy", tmp_path / "out"
+    given = ("--reward", "hybridflow.rewards:exact_match", "--max-tokens", 8, "--output", out)
+    done = evaluate(model, "--data", "my set=x.jsonl", *given)
+    assert done.returncode == 1 and "my set=x.jsonl: no such file" in done.stderr and not out.exists()
+    out.mkdir()
+    (out / "config.yaml").write_text("actor: {model: another}\n")
+    done = evaluate(model, "--data", tmp_path / "inputs" / "heldout.jsonl", *given)
+    told = f"hybridflow eval: error: {out}: has the evaluation of another model, another: give --output DIR\n"
+    assert (done.returncode, done.stderr) == (1, told)
+    assert (out / "config.yaml").read_text() == "actor: {model: another}\n"
 
 
 @pytest.mark.thorough
