@@ -43,7 +43,7 @@ class Stopwatch:
         self.reset()
 
     @classmethod
-    def of(cls, platform: Platform) -> Self:
+    def for_platform(cls, platform: Platform) -> Self:
         """The watch of a run, which begins to count waiting."""
         return cls(platform.synchronize, waiting=Collectives.install().waiting.seconds, platform=platform)
 

@@ -80,7 +80,7 @@ class Evaluator:
         judge = judge_of(self.config, self._caller)
         for line in [*self.inputs.notes(), *self._generation.generator.notes()]:
             say(line)
-        with self.watchdog.phase("evaluate"):
+        with self.watchdog.phase("evaluate"), self._caller.evaluating():
             found = self._generation.heldout_responses(sets, lambda heldout: say(_announced(heldout)))
             say("judging")
             return [

@@ -76,7 +76,7 @@ class FixedDataTrainer:
         digests = fixed_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         exchange = Exchange(platforms.world_group(), platform.device)
-        watch = Stopwatch.of(platform)
+        watch = Stopwatch.for_platform(platform)
         self.models = build_models(
             self.placed, RunContext(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
         )

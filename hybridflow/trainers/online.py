@@ -104,7 +104,7 @@ class OnlineTrainer:
         if files is None:
             prepare_vllm()  # reports a missing vLLM before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
-        watch = Stopwatch.of(self.platform)
+        watch = Stopwatch.for_platform(self.platform)
         self.caller = function_caller(config, self.inputs, self.platform)
         world = RunContext(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))

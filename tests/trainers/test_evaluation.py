@@ -13,10 +13,16 @@ from tests.tiny_models import make_prompts
 
 pytestmark = pytest.mark.distributed
 
-# a response is right that begins with a digit below 5: some are, and some are not
-JUDGE = 'metrics.eval_reward={function: "hybridflow.rewards:matches", arguments: {pattern: "[0-4].*"}}'
+JUDGE = 'metrics.eval_reward={function: "tests.trainers.test_evaluation:begins_low"}'
 LAYOUTS = {1: ["actor.tensor_parallel_size=1"], 2: ["actor.tensor_parallel_size=2", "rollout.tensor_parallel_size=1"]}
 SETS = ("one", "many")
+
+
+def begins_low(
+    prompts: list[str], responses: list[str], columns: dict[str, list[Any]], *, is_evaluation: bool
+) -> list[float]:
+    """Right where a response begins with a digit below 5, as some do; in an evaluation alone."""
+    return [float(is_evaluation and response[:1] in tuple("01234")) for response in responses]
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.thorough)])
