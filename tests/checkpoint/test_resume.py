@@ -209,12 +209,20 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(root: Path) -> None:
         assert "the run continues (checkpoint.on_error = continue)" in said
         assert rows(disk / "stops") == rows(root / "undisturbed")[:6], "training is as it would have been"
         assert steps(disk / "stops" / "checkpoints") == [2]
-        for saving in ("checkpoint.async_save=true", "checkpoint.async_save=false"):  # when nobody foresees it
-            unforeseen = (*where, "checkpoint.on_error=continue", saving)
-            said = train(root, "stops", *unforeseen, module="tests.checkpoint.full_disk_worker")
+
+
+def test_a_disk_that_nobody_foresees_to_be_full(root: Path) -> None:
+    """That of checkpoints alone: rows that are written beside a checkpoint need none of it."""
+    checkpoints = copied(root, "unforeseen", up_to=2)
+    shutil.move(checkpoints, root / "foreseen")
+    with small_disk(checkpoints, 24):
+        shutil.copytree(root / "foreseen", checkpoints, dirs_exist_ok=True)
+        for saving in ("checkpoint.async_save=true", "checkpoint.async_save=false"):
+            how = ("checkpoint.save_interval=2", "num_iterations=6", "checkpoint.on_error=continue", saving)
+            said = train(root, "unforeseen", *how, module="tests.checkpoint.full_disk_worker")
             assert "No space left on device" in said and ".distcp" in said
-            assert rows(disk / "stops") == rows(root / "undisturbed")[:6]
-            assert steps(disk / "stops" / "checkpoints") == [2]
+            assert rows(root / "unforeseen") == rows(root / "undisturbed")[:6]
+            assert steps(checkpoints) == [2]
 
 
 def test_a_disk_that_may_not_be_written_any_more(root: Path) -> None:
