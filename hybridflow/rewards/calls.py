@@ -180,11 +180,12 @@ class FunctionCaller:
         rows: Sequence[int],
         prompts: PromptBatch,
     ) -> Rows:
-        token_ids = list(responses)
+        kept = any("token_ids" in spec.asks for spec in self._pool.specs)  # else no list of a rollout's tokens is made
+        both = [(self.decode(ids), ids if kept else ()) for ids in responses]
         return {
             "prompts": [prompts.texts[i] for i in prompt_numbers],
-            "responses": [self.decode(ids) for ids in token_ids],
-            "token_ids": token_ids,
+            "responses": [text for text, _ in both],
+            "token_ids": [ids for _, ids in both],
             "columns": {name: [values[i] for i in prompt_numbers] for name, values in prompts.columns.items()},
             "rows": list(rows),
         }

@@ -258,6 +258,13 @@ def test_a_function_is_given_what_it_asks_for(pool: Pool) -> None:
     assert found == [710, 711, 711, 712, 712, 713] and not own.context.is_evaluation
 
 
+def test_no_tokens_are_kept_where_no_function_asks_for_them() -> None:
+    """A call of the whole rollout would hold as many numbers as the rollout has tokens."""
+    with pool_of(spec(f"{HERE}:lists", per="batch")) as plain:
+        texts = caller(plain).texts(group(1), prompts())
+    assert texts["responses"] == ["1", "2"] and texts["token_ids"] == [(), ()]
+
+
 def test_what_is_asked_for_is_read_from_the_signature() -> None:
     [plain, asks] = described([(f"{HERE}:lists", {}), (f"{HERE}:curious", {"iteration": 3})])
     assert plain.asks == () and asks.asks == ("is_evaluation", "token_ids"), "the config gives the iteration"
