@@ -40,15 +40,19 @@ class Per(enum.Enum):
     TOKEN = "token"
     SEQUENCE = "sequence"
     REWARDED_SEQUENCE = "rewarded sequence"
+    VERSIONED_TOKEN = "token"
 
 
-DIMENSIONS = {Per.REWARDED_SEQUENCE: 2}  # of others one
+DIMENSIONS = {Per.REWARDED_SEQUENCE: 2, Per.VERSIONED_TOKEN: 2}  # of others one
+OF_TOKENS = (Per.TOKEN, Per.VERSIONED_TOKEN)
 PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
 PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts); (N, 0) where there is no environment
+PerVersionedToken = Annotated[Tensor, Per.VERSIONED_TOKEN]  # (T, 1); (T, 0) where all rollouts are of this iteration
 NO_RECORDS = torch.zeros(0, dtype=torch.int64)
 NO_BRANCHES = torch.zeros(0, dtype=torch.bool)
 NO_REWARDS = torch.zeros(0, 0)
+NO_VERSIONS = torch.zeros(0, 0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class RolloutBatch:
     branch_starts: the first token of each further branch of a row. A row of an environment may have several sequences
     that the model reads apart, one behind the other: the row's first one, and branches. They share the row's score, and
     the row counts once in every mean over rows.
+    versions: of the actor that chose each response token: how many iterations had updated the actor. (T, 0) in a
+    synchronous run, where this iteration's actor chose them all.
 
     Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
     """
@@ -99,6 +105,7 @@ class RolloutBatch:
     record_ids: PerSequence = dataclasses.field(kw_only=True, default=NO_RECORDS)  # int64
     environment_rewards: PerRewardedSequence = dataclasses.field(kw_only=True, default=NO_REWARDS)
     branch_starts: PerToken = dataclasses.field(kw_only=True, default=NO_BRANCHES)  # bool
+    versions: PerVersionedToken = dataclasses.field(kw_only=True, default=NO_VERSIONS)  # int32
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths.sum())
@@ -108,8 +115,10 @@ class RolloutBatch:
             object.__setattr__(self, "record_ids", NO_RECORDS.new_full((len(self.lengths),), -1))
         if self.environment_rewards is NO_REWARDS:
             object.__setattr__(self, "environment_rewards", NO_REWARDS.new_zeros(len(self.lengths), 0))
+        if self.versions is NO_VERSIONS:
+            object.__setattr__(self, "versions", NO_VERSIONS.new_zeros(num_tokens, 0))
         for name, per in marks(type(self)).items():
-            shape, size = tuple(getattr(self, name).shape), num_tokens if per is Per.TOKEN else len(self.lengths)
+            shape, size = tuple(getattr(self, name).shape), num_tokens if per in OF_TOKENS else len(self.lengths)
             expected = (size, *shape[1 : DIMENSIONS.get(per, 1)])
             if shape != expected:
                 raise ValueError(
@@ -137,6 +146,11 @@ class RolloutBatch:
     def failed(self) -> Tensor:
         """(N,) bool: rows whose environment has failed. No number about rows counts them."""
         return self.environment_rewards.isnan().any(1)
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether the actor may have been updated since the rollout was made."""
+        return self.versions.shape[1] > 0
 
     @property
     def has_branches(self) -> bool:
@@ -184,7 +198,7 @@ class RolloutBatch:
         return token_index(1 + counted(self.branch_starts, self.lengths), rows) if self.has_branches else rows
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without the numbers of records, an environment's rewards and branches where there are none.
+        """By name, without numbers of records, an environment's rewards, branches and versions where there are none.
 
         For a file `RoutingRecords.portable` puts the records in the place of their numbers.
         """
@@ -192,6 +206,7 @@ class RolloutBatch:
             "record_ids": self.has_routing,
             "environment_rewards": self.has_rewards,
             "branch_starts": self.has_branches,
+            "versions": self.has_versions,
         }
         return {name: x for name, x in vars(self).items() if there.get(name, True)}
 
@@ -208,7 +223,7 @@ class RolloutBatch:
         found = marks(type(self))
         return type(self)(
             **{
-                name: getattr(self, name).index_select(0, tokens if per is Per.TOKEN else rows)
+                name: getattr(self, name).index_select(0, tokens if per in OF_TOKENS else rows)
                 for name, per in found.items()
             }
         )

@@ -69,6 +69,12 @@ TABLE: tuple[ChangeRule, ...] = (
         "when and where a function is called, and when a call is given up",
     ),
     _rule(
+        "rollout.max_staleness",
+        NOTICED,
+        NOTICED,
+        "how old rollouts are that are trained on; a kept next rollout is dropped",
+    ),
+    _rule(
         "rollout.* rollout.engine_arguments.*",
         FREE,
         FREE,

@@ -43,10 +43,13 @@ def export_huggingface(
     target: Path,
     *,
     end_token_ids: Sequence[int] = (),
+    group: dist.ProcessGroup | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Collective over the world. Writes the weights that the model holds now, in the model's dtype and with the head.
+    """Write the weights that the model holds now, in the model's dtype and with the head.
+
+    Collective over the group, by default that of the world.
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
 
@@ -75,7 +78,7 @@ def export_huggingface(
                 failure = f"{error.filename or partial}: cannot be written: {error.strerror or error}"
         for _ in tensors:  # take part in every gather, also where nothing can be written any more
             continue
-    found = failures(failure, platforms.world_group())
+    found = failures(failure, platforms.world_group() if group is None else group)
     if found:
         raise SaveError(f"the trained model cannot be written to {target}: {'; '.join(found)}")
 

@@ -82,6 +82,7 @@ class CheckpointManager:
         self._may_lack_best = config.checkpoint.keep_best > 0  # the same for the metric of keep_best
         self.notes: list[str] = []
         self._may_load_rollout = False  # whether this start generates what the one before did
+        self.completed: Callable[[RunState], RunState] = lambda state: state  # with what a save has beside; collective
         self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
         raise_together(lambda: self._take_lock(restarts), group)
         self._end_again(restarts)
@@ -295,6 +296,9 @@ class CheckpointManager:
         self.notes += [line for compared in found for line in compared.lines()]
         if source.is_fork:  # a fork may have other prompts, and a surplus has numbers of the old prompts
             state = replace(state, surplus=None)
+        if state.next_rollout is not None and not self._may_load_rollout:
+            self.notes.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
+            state = replace(state, next_rollout=None)
         if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
@@ -340,6 +344,7 @@ class CheckpointManager:
         if not self._saves:
             return
         self._check_best(recorder)
+        state = self.completed(state)
         recorder.phase(f"saving iteration {state.iteration}")
         recorder.sync()
         before = self._saver.seconds
@@ -347,6 +352,9 @@ class CheckpointManager:
         config = self._config.model_dump(mode="json")
         if state.surplus is not None:
             state = replace(state, surplus=replace(state.surplus, tensors=self._portable(state.surplus.tensors)))
+        if state.next_rollout is not None:
+            of_file = self._portable(state.next_rollout.tensors)
+            state = replace(state, next_rollout=replace(state.next_rollout, tensors=of_file))
         self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
         self._saved_at = time.monotonic()
         self._longest_save = max(self._longest_save, self._saver.seconds - before)

@@ -1,4 +1,5 @@
-"""What a checkpoint holds beside weights and optimizer state: state.json, and surplus.safetensors where there is any.
+"""What a checkpoint holds beside weights and optimizer state: state.json, and where there are any surplus.safetensors
+and next_rollout.safetensors.
 
     {"format": 1, "run": {"iteration": 12, "num_prompts_drawn": 3072, "kl_coef": 0.05, ...}, "config": {...},
      "digests": {"hybridflow's code": "5f0c...", ...}, "metrics": {"reward/score_mean": 0.8, ...}, "forked_from": null}
@@ -22,7 +23,8 @@ from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.checkpoint.store import STATE, STATE_FORMAT, read_state
 from hybridflow.errors import CheckpointError
 
-SURPLUS, PROMPTS = "surplus.safetensors", "prompts"
+SURPLUS, NEXT, PROMPTS = "surplus.safetensors", "next_rollout.safetensors", "prompts"
+NUMBERS, REPORT = "numbers", "report"  # in the file of the next rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,23 @@ class Surplus:
     tensors: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class NextRollout:
+    """The rollout that a later iteration trains on, made while the iterations before it trained.
+
+    iteration: the one whose number is in the seeds. prompts: numbers in the data set. position: how many prompts the
+    run has drawn with these. version: of the actor that made the rollout. report: what the engines' ranks measured,
+    float64. tensors: a rollout's.
+    """
+
+    iteration: int
+    prompts: tuple[int, ...]
+    position: int
+    version: int
+    report: Tensor
+    tensors: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class RunState:
     """What decides the next step beside weights and optimizer state: with all three a run goes on as if not ended."""
@@ -46,6 +65,7 @@ class RunState:
     score_moments: RunningMoments = field(default_factory=RunningMoments)
     nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
     surplus: Surplus | None = None
+    next_rollout: NextRollout | None = None  # in checkpoints; else with `flows.one_step_off`
 
 
 @dataclass(frozen=True)
@@ -61,8 +81,8 @@ class SavedRun:
 
 def write_state(directory: Path, saved: SavedRun) -> None:
     metrics = {name: value for name, value in saved.metrics.items() if math.isfinite(value)}  # JSON knows no others
-    run = asdict(replace(saved.state, surplus=None))
-    del run["surplus"]
+    run = asdict(replace(saved.state, surplus=None, next_rollout=None))
+    del run["surplus"], run["next_rollout"]
     tree = {
         "format": STATE_FORMAT,
         "run": run,
@@ -72,10 +92,18 @@ def write_state(directory: Path, saved: SavedRun) -> None:
         "forked_from": saved.forked_from,
     }
     (directory / STATE).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
-    surplus = saved.state.surplus
+    surplus, following = saved.state.surplus, saved.state.next_rollout
     if surplus is not None:
-        tensors = {name: tensor.contiguous().clone() for name, tensor in surplus.tensors.items()}
-        save_file(tensors | {PROMPTS: torch.tensor(surplus.prompts, dtype=torch.int64)}, directory / SURPLUS)
+        _write(directory / SURPLUS, surplus.tensors, surplus.prompts)
+    if following is not None:
+        numbers = torch.tensor([following.iteration, following.position, following.version], dtype=torch.int64)
+        beside = {NUMBERS: numbers, REPORT: following.report}
+        _write(directory / NEXT, {**following.tensors, **beside}, following.prompts)
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], prompts: tuple[int, ...]) -> None:
+    own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(own | {PROMPTS: torch.tensor(prompts, dtype=torch.int64)}, file)
 
 
 def load_state(step: Path) -> SavedRun:
@@ -84,17 +112,36 @@ def load_state(step: Path) -> SavedRun:
     try:
         run = dict(tree["run"])
         moments = RunningMoments(**run["score_moments"])
-        state = RunState(**run | {"score_moments": moments, "surplus": _surplus(step / SURPLUS)})
+        beside = {"surplus": _surplus(step / SURPLUS), "next_rollout": _next_rollout(step / NEXT)}
+        state = RunState(**run | {"score_moments": moments} | beside)
         return SavedRun(state, tree["config"], tree["digests"], tree["metrics"], tree["forked_from"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: is not of this version: {type(error).__name__}: {error}") from error
 
 
 def _surplus(file: Path) -> Surplus | None:
+    found = _read(file)
+    return None if found is None else Surplus(*found)
+
+
+def _next_rollout(file: Path) -> NextRollout | None:
+    found = _read(file, NUMBERS, REPORT)
+    if found is None:
+        return None
+    prompts, tensors = found
+    iteration, position, version = tensors.pop(NUMBERS).tolist()
+    return NextRollout(iteration, prompts, position, version, report=tensors.pop(REPORT), tensors=tensors)
+
+
+def _read(file: Path, *needed: str) -> tuple[tuple[int, ...], dict[str, Tensor]] | None:
+    """Numbers of prompts, and tensors; None where there is no such file."""
     if not file.exists():
         return None
     try:
         tensors = load_file(file)
-        return Surplus(tuple(tensors.pop(PROMPTS).tolist()), tensors)
+        prompts = tuple(tensors.pop(PROMPTS).tolist())
+        for name in needed:
+            tensors[name]
+        return prompts, tensors
     except (SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{file}: is damaged: {error}") from error

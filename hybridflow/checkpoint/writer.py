@@ -85,6 +85,7 @@ class CheckpointWriter:
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
         self._platform, self._group, self._store, self.report = platform, group, store, report
+        self._ranks = dist.get_process_group_ranks(group)
         self._check_lock = check_lock  # on rank 0, before a checkpoint is named
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
@@ -261,7 +262,7 @@ class CheckpointWriter:
         self._store.add(f"{key}/written", 1)
         if self._platform.rank != 0:
             return
-        while self._store.add(f"{key}/written", 0) < self._platform.world_size:
+        while self._store.add(f"{key}/written", 0) < len(self._ranks):
             time.sleep(POLL_SECONDS)
         try:
             if not self._store.add(f"{key}/failed", 0):
@@ -281,7 +282,7 @@ class CheckpointWriter:
         sums: dict[str, FileSum] = {}
         for role, _ in save.parts:
             directory, records = save.partial / role, list[ChunkRecord]()
-            for rank in range(self._platform.world_size):
+            for rank in self._ranks:
                 file = directory / _part_name(rank)
                 part = json.loads(file.read_text())
                 sums[f"{role}/__{rank}_0.distcp"] = FileSum(**part["file"])

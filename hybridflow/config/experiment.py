@@ -19,6 +19,7 @@ from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, chec
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.run import RunConfig
 from hybridflow.config.sampling import REPLACED, SamplingConfig
+from hybridflow.config.staleness import check_staleness, with_correction
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
@@ -56,6 +57,7 @@ class ExperimentConfig(RunConfig):
             self._check_reset,
             self._check_buckets,
             self._check_batch,
+            lambda: check_staleness(self),
             self._check_sampling,
             self._check_lengths,
             self._check_scores,
@@ -92,6 +94,12 @@ class ExperimentConfig(RunConfig):
     def _rewards_of_tasks(cls, given: Any) -> Any:
         """Tasks of reasoning-gym bring their scorer, unless the class of an environment gives the reward."""
         return with_scorer(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correction(cls, given: Any) -> Any:
+        """Stale rollouts have importance weights, unless the config says otherwise."""
+        return with_correction(given) if isinstance(given, dict) else given
 
     def _check_environment(self) -> None:
         """What an environment cannot go with."""

@@ -231,6 +231,9 @@ class RolloutConfig(Section):
     """More arguments of vLLM's engine: those that change speed or memory."""
     score_while_waiting: bool | None = None
     """Whether a replica with finished responses scores them while others generate. null: only on CPUs."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Updates by which a rollout may be older than the weights that train on it. 1: the engine, on ranks of its own,
+    generates the next rollout while the models train on this one."""
 
     def scores_while_waiting(self, *, cuda: bool) -> bool:
         # on CPUs it was measured to pay, on GPUs it was not

@@ -22,8 +22,9 @@ from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
+from hybridflow.flows.draws import Draws, PromptDraws
 from hybridflow.flows.finite import check_finite
-from hybridflow.flows.generation import Generation
+from hybridflow.flows.generation import NO_IDS, Generation
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.models import Roles
@@ -31,9 +32,9 @@ from hybridflow.flows.step_metrics import routing_metrics, step_metrics
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.costs import cost_metrics, training_costs
+from hybridflow.recording.engine_report import staleness_metrics
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.turns import count_metrics, turn_metrics
@@ -123,7 +124,7 @@ class Bookkeeping:
 
     def agree_on(self, batch: RolloutBatch, iteration: int) -> None:
         """Raise on every rank unless all ranks are about to train on the same batch."""
-        check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, world_group())
+        check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, self.exchange.group)
 
     def note_rows(self, rows: Tensor) -> None:
         """Record that the optimizer steps since the last call used these rows of the batch."""
@@ -170,10 +171,19 @@ class OnlineBookkeeping(Bookkeeping):
     shown: Mapping[str, str] = {"rollout": "generating", "estimate": "scoring", "update": "updating"}
 
     def __init__(
-        self, config: ExperimentConfig, roles: Roles, prompts: PromptDataset, generation: Generation, **shared: Any
+        self,
+        config: ExperimentConfig,
+        roles: Roles,
+        prompts: PromptDataset,
+        generation: Generation,
+        *,
+        draws: Draws | None = None,
+        **shared: Any,
     ) -> None:
+        """draws: where the prompts of an iteration come from; None: in order from `prompts`."""
         super().__init__(roles, **shared)
         self._config, self._prompts, self._generation = config, prompts, generation
+        self._draws = PromptDraws(config, prompts) if draws is None else draws
 
     def skip_to(self, run: IterationData, iteration: int) -> None:
         """Make this iteration the next one; prompts of the iterations that are skipped count as drawn."""
@@ -182,28 +192,23 @@ class OnlineBookkeeping(Bookkeeping):
             run.state = replace(run.state, iteration=iteration - 1, num_prompts_drawn=drawn)
 
     def draw(self, run: IterationData) -> None:
-        data = self._config.data
-        order = self._prompts.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
-        self._generation.set_seed_position(order.position)
-        drawn = self._prompts.draw(order, data.prompts_per_iteration)
-        self._prompts.start_ahead(order, data.prompts_per_iteration)
+        drawn = self._draws.draw(run.state.num_prompts_drawn)
+        self._generation.set_seed_position(drawn.first)
         self._note_dropped(drawn.dropped)
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
-        run.state = replace(run.state, num_prompts_drawn=order.position)
+        run.state = replace(run.state, num_prompts_drawn=drawn.position)
 
     def prompts_at(self, rows: Sequence[int]) -> PromptBatch:
         """By their numbers in the data set."""
-        return self._prompts.batch(list(rows))
+        return self._draws.at(rows)
 
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
-        self._generation.costs.clear()
-        self._generation.pop_cache_use()  # of an evaluation
-        if self._generation.turn_counts is not None:
-            self._generation.turn_counts.clear()
+        self._generation.begin(iteration, num_iterations)
         if self.roles.actor is not None and self.roles.actor.records is not None:
-            surplus = run.state.surplus  # of which the next batch begins
-            nothing = torch.zeros(0, dtype=torch.int64)
-            self.roles.actor.records.keep_only(nothing if surplus is None else surplus.tensors.get(IDS, nothing))
+            surplus, kept = run.state.surplus, self._generation.kept_records()
+            if surplus is not None:  # of which the next batch begins
+                kept = torch.cat([kept, surplus.tensors.get(IDS, NO_IDS)])
+            self.roles.actor.records.keep_only(kept)
         super().begin(run, iteration, num_iterations)
 
     def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
@@ -223,7 +228,8 @@ class OnlineBookkeeping(Bookkeeping):
         actor, reference = self.roles.actor, self.roles.reference
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
             reference.copy_weights(actor)
-        metrics |= self._costs(run, batch)
+        metrics |= staleness_metrics(batch, run.iteration) | self._costs(run, batch)
+        metrics |= self._generation.metrics(batch, metrics, self.exchange.group.size())
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
         return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts, portable=portable)

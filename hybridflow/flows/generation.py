@@ -4,14 +4,18 @@ The actor's weights are the engine's while it generates. Replicas that are done 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.state import RunState
 from hybridflow.config.length_buckets import always
 from hybridflow.config.sampling import SamplingConfig
+from hybridflow.flows.draws import Draws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
@@ -19,6 +23,7 @@ from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.replay import Replay
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.seeds import request_seed
+from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.reshard.execute import ReshardCost
 from hybridflow.roles.generator import Generator
@@ -36,6 +41,18 @@ class Greedy:
 
 
 SAMPLED = Sampled()
+NO_IDS = torch.zeros(0, dtype=torch.int64)
+
+
+def heldout_rollout(generator: Generator | Replay, heldout: HeldoutSet) -> RolloutBatch:
+    """Responses to a held-out set. Collective over the world; the engine is awake, with the actor's weights."""
+    return generator.generate(
+        heldout.prompts,
+        temperature=heldout.temperature,
+        samples_per_prompt=always(heldout.samples),
+        iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
+        first_prompt=0,
+    )
 
 
 class Generation:
@@ -75,6 +92,36 @@ class Generation:
         """Metrics of the KV cache since the last call; none where nothing is generated."""
         return self.generator.pop_cache_use()
 
+    draws: Draws | None = None  # where prompts come from, where not in order from the data
+
+    def begin_run(self) -> None:
+        """The run directory is there from now on."""
+
+    def end(self, *, saved: bool | None) -> None:
+        """The run ends. saved: of a run that was stopped; None: all is done."""
+
+    def kept(self, before: RunState) -> RunState:
+        """The state before an iteration that ends early, with what a save keeps of the iteration."""
+        return before
+
+    def begin(self, iteration: int, num_iterations: int) -> None:
+        """An iteration begins: costs and counts of an evaluation, or of the iteration before, are forgotten."""
+        self.costs.clear()
+        self.pop_cache_use()
+        if self.generator.turn_counts is not None:
+            self.generator.turn_counts.clear()
+
+    def begin_evaluation(self, iteration: int, *, whole: bool) -> None:
+        """Held-out prompts come next, after this iteration. whole: all sets."""
+
+    def kept_records(self) -> Tensor:
+        """(n,) numbers of records of the engine's experts that the next iteration needs."""
+        return NO_IDS
+
+    def metrics(self, batch: RolloutBatch, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
+        """What takes the place of metrics that the ranks that train cannot know alone."""
+        return {}
+
     def set_seed_position(self, first_prompt: int) -> None:
         """Number the next prompts for the seeds of sampling. first_prompt: how many prompts the run drew before."""
         self._first_prompt, self._num_sampled = first_prompt, 0
@@ -100,15 +147,7 @@ class Generation:
         with self.engine_awake():
             for heldout in sets:
                 show(heldout)
-                found.append(
-                    self.generator.generate(
-                        heldout.prompts,
-                        temperature=heldout.temperature,
-                        samples_per_prompt=always(heldout.samples),
-                        iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
-                        first_prompt=0,
-                    )
-                )
+                found.append(heldout_rollout(self.generator, heldout))
         return found
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:

@@ -69,6 +69,10 @@ class StopRequest:
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
         return bool(asked)
 
+    def ask(self, why: str) -> None:
+        """The run is to end, as if a signal had come to this rank."""
+        self.requested = self.requested or why
+
     def disarm(self) -> None:
         """Neither a signal nor the end of the grace changes the exit status from now on: the run ends anyway.
 

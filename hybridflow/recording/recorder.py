@@ -47,6 +47,11 @@ class RunSummary:
     pairs_after: float | None = None
     accuracies: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # before and after, of sets by name
 
+    @classmethod
+    def unknown(cls) -> "RunSummary":
+        """Of a rank that trains nothing."""
+        return cls(None, None, None, None, 0.0, 0.0)
+
     def rows(self, run_dir: Path, *, exported: bool = True) -> list[tuple[str, str]]:
         """(name, value) pairs for the closing table. exported: whether the trained model was written."""
         rows = []

@@ -46,7 +46,10 @@ PerOutputLoss = Callable[[Output, MicroBatch], tuple[Tensor, Mapping[str, Tensor
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all roles of a run share: device, process groups, exchange, clocks."""
+    """What all roles of a run share: device, process groups, exchange, clocks.
+
+    exchange: of the ranks that train. with_engines: of these and of engines on other ranks; None: the same.
+    """
 
     platform: Platform
     groups: ProcessGroups
@@ -54,6 +57,7 @@ class RunContext:
     bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
     watch: Stopwatch = field(default_factory=Stopwatch)
     overlap: bool = field(default_factory=overlaps_exchanges)  # what replicas exchange travels while they compute
+    with_engines: Exchange | None = None
 
 
 class Role:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.flops import forward_flops
@@ -81,6 +82,18 @@ class EnvironmentTurns:
         return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
 
+@dataclass(frozen=True)
+class AskedResponses:
+    """of_replicas: the prompts that each engine replica answers. temperature: None: as `sampling` says. names: what
+    environments know the rollout by.
+    """
+
+    request: RolloutRequest
+    of_replicas: Sequence[Sequence[int]]
+    temperature: float | None
+    names: Sequence[int]
+
+
 class Generator:
     """The vLLM engine of this rank, and the reshard of the actor's weights to it.
 
@@ -130,6 +143,7 @@ class Generator:
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params, self._eos_token_ids = 0, {}, eos_token_ids
+        self._awake = False  # for good, see `sync_weights`
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
@@ -195,6 +209,22 @@ class Generator:
         finally:
             if self.reshard.with_engine:
                 self.costs.append(self.reshard.to_trainer())
+
+    def sync_weights(self) -> None:
+        """The engine, which stays awake, has the actor's weights from now on, and forgets what it computed with others.
+
+        Collective over the world. Only for an engine on ranks of its own, idle at the moment.
+        """
+        if self.reshard.with_engine:
+            self.costs.append(self.reshard.to_trainer())
+        self._actor.wait_for_weights()
+        self.costs.append(self.reshard.to_engine())
+        dist.barrier(group=world_group())  # nobody changes a weight that another rank still reads
+        if self.engine is not None:
+            if not self._awake:
+                self.engine.wake_up()
+                self._awake = True
+            self.engine.reset_prefix_cache()
 
     def give_back(self) -> None:
         """This rank has nothing more to generate within the block: the cache is released, the trainer has the weights.
@@ -270,39 +300,62 @@ class Generator:
         Collective over the world. generation: how often the iteration has sampled responses to these prompts before.
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
+        releasing = None if listener is None else _ReleasingListener(self, listener)
+        asked = self.ask(
+            prompts,
+            temperature=temperature,
+            samples_per_prompt=samples_per_prompt,
+            iteration=iteration,
+            first_prompt=first_prompt,
+            generation=generation,
+        )
+        return self.gathered(asked, self.responses(asked, releasing))
+
+    def ask(
+        self,
+        prompts: PromptBatch,
+        *,
+        temperature: float | None = None,
+        samples_per_prompt: LengthBuckets[int],
+        iteration: int,
+        first_prompt: int,
+        generation: int = 0,
+    ) -> AskedResponses:
+        """What `generate` asks for. Local, and alike on all ranks."""
         config, again = self._placed.config, (generation,) if generation else ()
         counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         seed = (config.seed, iteration, *again)
         request = RolloutRequest(prompts, counts, config.sampling, seed=seed, first_prompt=first_prompt)
-        turns = None
+        names = (config.seed, iteration, generation, first_prompt)
+        return AskedResponses(request, request.prompts_of_replicas(len(self.layout.replicas)), temperature, names)
+
+    def responses(self, asked: AskedResponses, listener: RolloutListener | None = None) -> RowResponses:
+        """Those of this rank's replica; none on a rank without an engine. Collective over the replica."""
+        if self.engine is None:
+            return RowResponses()
+        request, config, turns = asked.request, self._placed.config, None
         if self.turns is not None:
-            names = (config.seed, iteration, generation, first_prompt)
-            turns = self.turns.begin(prompts, counts, config.sampling.limits, names)
-        asked, own, rank = request.prompts_of_replicas(len(self.layout.replicas)), RowResponses(), self._platform.rank
-        if self.engine is not None:
-            params = self.params["sampled"]
-            if temperature is not None:
-                params = self.engine.params_at(temperature, config.sampling, self._eos_token_ids)
-            own = replica_responses(
-                self.engine,
-                params,
-                request,
-                asked[self.layout.coordinates(rank).replica],
-                listener=None if listener is None else _ReleasingListener(self, listener),
-                turns=turns,
-            )
-        contributed = own if self.layout.contributes(rank) else RowResponses()
+            turns = self.turns.begin(request.prompts, request.counts, config.sampling.limits, asked.names)
+        params = self.params["sampled"]
+        if asked.temperature is not None:
+            params = self.engine.params_at(asked.temperature, config.sampling, self._eos_token_ids)
+        own = asked.of_replicas[self.layout.coordinates(self._platform.rank).replica]
+        return replica_responses(self.engine, params, request, own, listener=listener, turns=turns)
+
+    def gathered(self, asked: AskedResponses, own: RowResponses) -> RolloutBatch:
+        """The rollout that was asked for, whole on all ranks. Collective over the world. own: of the replica."""
+        contributed = own if self.layout.contributes(self._platform.rank) else RowResponses()
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
-        rollout = whole_rollout(request, contributed, exchange=self._exchange, num_rewards=num_rewards)
-        if temperature is None and rollout.failed.all():
+        rollout = whole_rollout(asked.request, contributed, exchange=self._exchange, num_rewards=num_rewards)
+        if asked.temperature is None and rollout.failed.all():
             raise RewardError(
                 f"data.environment: all {len(rollout)} rows of a rollout have failed: there is nothing to train on, "
                 f"and the lines before say why"
             )
-        records = self._actor.records if temperature is None else None  # nothing is trained on the others
+        records = self._actor.records if asked.temperature is None else None  # nothing is trained on the others
         if records is None:
             return rollout
-        made_by = {prompt: replica for replica, prompts_of in enumerate(asked) for prompt in prompts_of}
+        made_by = {prompt: replica for replica, prompts_of in enumerate(asked.of_replicas) for prompt in prompts_of}
         of_rows = [made_by[prompt] for prompt in rollout.prompt_indices.tolist()]
         return records.keep(rollout, Recorded(own.experts(), of_rows, self.layout, self._placed.stages))
 

@@ -71,7 +71,12 @@ class Actor(TrainedRole):
         if routing is not None:
             alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
             self.records = RoutingRecords(
-                routing, self.grid.layout, rank=world.platform.rank, world=world.exchange, replicas=alike
+                routing,
+                self.grid.layout,
+                rank=world.platform.rank,
+                world=world.with_engines or world.exchange,
+                trainers=world.exchange,
+                replicas=alike,
             )
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, offsets
@@ -55,11 +56,22 @@ class RoutingRecords:
     """Those of this rank. All calls but `take` and `keep_only` are collective; over which ranks, each says."""
 
     def __init__(
-        self, sizes: RoutingSizes, actor: Layout, *, rank: int, world: Exchange, replicas: Exchange | None
+        self,
+        sizes: RoutingSizes,
+        actor: Layout,
+        *,
+        rank: int,
+        world: Exchange,
+        replicas: Exchange | None,
+        trainers: Exchange | None = None,
     ) -> None:
-        """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside."""
+        """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
+
+        trainers: of the ranks that write files; None: of all.
+        """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
+        self._trainers = trainers or world
         self._stages = actor.stages(sizes.num_layers)
         self._at = actor.coordinates(rank) if rank in actor else None
         self._keepers: dict[int, int] = {}  # the replica that keeps a record, by number
@@ -150,13 +162,13 @@ class RoutingRecords:
     def portable(self, tensors: Tensors) -> dict[str, Tensor]:
         """The tensors of a batch as a file has them: on rank 0 (T, layers, k) experts in place of their numbers.
 
-        On other ranks without either. Collective over the world.
+        On other ranks without either. Collective over the ranks that train.
         """
         portable = {name: tensor for name, tensor in tensors.items() if name != IDS}
         if IDS not in tensors:
             return portable
         ids, lengths = tensors[IDS].tolist(), tensors["lengths"].tolist()
-        world = range(self._world.group.size())
+        trainers = dist.get_process_group_ranks(self._trainers.group)
 
         def parcel(source: int, target: int) -> _Parcel:
             if target or source not in self._actor or self._actor.coordinates(source).tp:
@@ -167,9 +179,9 @@ class RoutingRecords:
 
         kept = {row: self._kept[number] for row, number in enumerate(ids) if number in self._kept}
         arrived = self._sent(
-            self._world,
-            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in world],
-            [parcel(peer, self._rank) for peer in world],
+            self._trainers,
+            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in trainers],
+            [parcel(peer, self._rank) for peer in trainers],
             lengths,
         )
         if self._rank == 0:

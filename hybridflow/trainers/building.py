@@ -7,13 +7,15 @@ generator = build_generator(placed, roles, inputs, world)
 
 from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
+
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.reencode import Reencoder
+from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.parallel import torchrun
-from hybridflow.parallel.platform import Platform
 from hybridflow.placement.hosts import parse_hosts
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.rewards.calls import FunctionCaller
@@ -27,16 +29,32 @@ from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.trainers.environments import environments_of
 
 
+def heldout_sets(
+    config: ExperimentConfig, inputs: Inputs, iteration: int = 0, *, whole: bool = True
+) -> list[HeldoutSet]:
+    """Those to evaluate after an iteration. Collective where an environment begins rows. whole: all of them."""
+    return [
+        HeldoutSet(name, inputs.heldout[name].all_that_start(), each.samples, each.temperature)
+        for name, each in config.data.heldout_sets.items()
+        if whole or iteration % (each.interval or 1) == 0
+    ]
+
+
 def most_ranks_of_a_host() -> int:
     """How many ranks the host with the most has."""
     return max(len(host.ranks) for host in parse_hosts(torchrun.hosts_of_ranks()))
 
 
-def function_caller(config: ExperimentConfig, inputs: Inputs, platform: Platform) -> FunctionCaller:
-    """The caller's processes start while the models are built."""
+def function_caller(
+    config: ExperimentConfig, inputs: Inputs, group: dist.ProcessGroup, *, calls: bool = True
+) -> FunctionCaller:
+    """The caller's processes start while the models are built. group: of the ranks that call the functions.
+
+    calls: whether this rank is one of them.
+    """
     specs, scoring = inputs.functions, config.reward or ScoringConfig()
-    pool = Pool(specs, pool_limits(scoring, most_ranks_of_a_host())) if specs else None
-    return FunctionCaller(inputs.decode, platform.rank, platform.world_size, pool, scoring.error_score)
+    pool = Pool(specs, pool_limits(scoring, most_ranks_of_a_host())) if specs and calls else None
+    return FunctionCaller(inputs.decode, group.rank(), group.size(), pool, scoring.error_score)
 
 
 def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[int, Reencoder]:
@@ -95,7 +113,7 @@ def build_generator(placed: PlacedRun, roles: Roles, inputs: Inputs, world: RunC
             roles.actor,
             eos_token_ids=inputs.ends.ids,
             platform=platform,
-            exchange=world.exchange,
+            exchange=world.with_engines or world.exchange,
             environments=environments_of(inputs, placed.config, platform.rank, placed.actor.spec.vocab_size),
             groups=world.groups,
         )

@@ -27,7 +27,14 @@ from hybridflow.placement.placed import place
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.base import RunContext
 from hybridflow.rollout.patches import prepare_vllm
-from hybridflow.trainers.building import build_generator, build_roles, function_caller, most_ranks_of_a_host, reencoders
+from hybridflow.trainers.building import (
+    build_generator,
+    build_roles,
+    function_caller,
+    heldout_sets,
+    most_ranks_of_a_host,
+    reencoders,
+)
 from hybridflow.trainers.environments import judge_of
 from hybridflow.trainers.loop import start
 
@@ -53,7 +60,7 @@ class Evaluator:
         watch = Stopwatch(self.platform.synchronize)
         self._exchange = Exchange(group, self.platform.device)
         world = RunContext(self.platform, ProcessGroups(), self._exchange, self.placed.bucket_bytes, watch)
-        self._caller = function_caller(config, self.inputs, self.platform)
+        self._caller = function_caller(config, self.inputs, group)
         again = reencoders(self.placed, self.inputs.decode)
         self._roles = build_roles(self.placed, world, self._caller, again, trains=False)
         generator = build_generator(self.placed, self._roles, self.inputs, world)
@@ -73,10 +80,7 @@ class Evaluator:
 
     def evaluate(self, say: Callable[[str], None]) -> list[EvaluatedSet]:
         """Generate and judge, set after set. say: takes lines on what is going on."""
-        sets = [
-            HeldoutSet(name, self.inputs.heldout[name].all_that_start(), each.samples, each.temperature)
-            for name, each in self.config.data.heldout_sets.items()
-        ]
+        sets = heldout_sets(self.config, self.inputs)
         judge = judge_of(self.config, self._caller)
         for line in [*self.inputs.notes(), *self._generation.generator.notes()]:
             say(line)

@@ -47,16 +47,17 @@ def checkpoint_manager_of(
     *,
     platform: Platform,
     watchdog: Watchdog,
+    group: dist.ProcessGroup | None = None,
     saves: bool = True,
     portable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
 ) -> CheckpointManager:
-    """Collective over the world: it loads a checkpoint into the models, if there is one."""
+    """Collective over the world, whose part `group` trains: it loads a checkpoint into the models, if there is one."""
     return CheckpointManager(
         config,
         digests,
         roles,
         platform=platform,
-        group=platforms.world_group(),
+        group=group or platforms.world_group(),
         store=platforms.fresh_store(),
         watchdog=watchdog,
         restarts=torchrun.restart_count(),
@@ -121,14 +122,21 @@ def _recorded(
     return done.metrics, why
 
 
-def lost(config: RunConfig, state: RunState, found: NonFinite, recorder: Recorder) -> RunState:
+def lost(
+    config: RunConfig,
+    state: RunState,
+    found: NonFinite,
+    recorder: Recorder,
+    group: dist.ProcessGroup | None = None,
+) -> RunState:
     """Keep what was computed in the iteration of `state`, which loses a step; the state after it.
 
-    Every rank has found the same. Errors: NonFiniteError unless the config lets the run go on.
+    Every rank of the group (None: of the world) has found the same. Errors: NonFiniteError unless the config lets the
+    run go on.
     """
     rules, in_a_row, iteration = config.nonfinite, state.nonfinite_in_a_row + 1, state.iteration
     recorder.lost(iteration, str(found), found.tensors)
-    dist.barrier(group=dist.group.WORLD)  # the first rank to leave ends the others
+    dist.barrier(group=group or dist.group.WORLD)  # the first rank to leave ends the others
     if rules.action == "stop" or in_a_row > rules.max_in_a_row:
         rule = "nonfinite.action = stop"
         if rules.action == "skip":

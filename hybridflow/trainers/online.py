@@ -6,10 +6,13 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
@@ -20,12 +23,14 @@ from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.dynamic_sampling import with_records
-from hybridflow.flows.evaluate import HeldoutSet, evaluate
+from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.generation import Generation
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
+from hybridflow.flows.one_step_off import OneStepOffGeneration
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
@@ -44,10 +49,19 @@ from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.roles.base import RunContext
+from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.building import build_generator, build_roles, function_caller, most_ranks_of_a_host, reencoders
+from hybridflow.trainers.building import (
+    build_generator,
+    build_roles,
+    function_caller,
+    heldout_sets,
+    most_ranks_of_a_host,
+    reencoders,
+)
+from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
@@ -77,6 +91,12 @@ class OnlineTrainer:
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
+        if config.rollout.max_staleness and (replay is not None or rollout_only):
+            given = "--rollout-only" if rollout_only else "--replay"
+            raise ConfigError(
+                f"rollout.max_staleness = {config.rollout.max_staleness}: {given} trains nothing beside an engine. "
+                "Set rollout.max_staleness=0"
+            )
         config = config_for_inspection(config, replay=replay, rollout_only=rollout_only)
         self._looked_at_ends = False  # of the first iteration
         self.trains, self.writes_model = not rollout_only, replay is None and not rollout_only
@@ -103,42 +123,95 @@ class OnlineTrainer:
         check_agreement(digests, platforms.world_group())
         if files is None:
             prepare_vllm()  # reports a missing vLLM before the models load
-        self.exchange = Exchange(platforms.world_group(), self.platform.device)
-        watch = Stopwatch.for_platform(self.platform)
-        self.caller = function_caller(config, self.inputs, self.platform)
-        world = RunContext(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
-        self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
-        self.checkpoint_manager = checkpoint_manager_of(
-            config,
-            digests,
-            self.roles.saved(config.algorithm.kl),
-            platform=self.platform,
-            watchdog=self.watchdog,
-            saves=self.writes_model,
-            portable=self.roles.portable,
+        watch, groups = Stopwatch.for_platform(self.platform), ProcessGroups()
+        self.apart = apart = EnginesApart.of_run(self.placed, groups, self.platform)
+        group = platforms.world_group() if apart is None or apart.trainers is None else apart.trainers
+        self.exchange = Exchange(group, self.platform.device)
+        self.caller = function_caller(config, self.inputs, group, calls=not self.serves)
+        world = RunContext(
+            self.platform,
+            groups,
+            self.exchange,
+            self.placed.bucket_bytes,
+            watch,
+            with_engines=None if apart is None else apart.everyone,
         )
+        self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
+        self._load_checkpoint(digests, group)
         self.generator = (
             build_generator(self.placed, self.roles, self.inputs, world) if files is None else self._replay(files)
         )
+        if self.serves:
+            self._build_engine_ranks(watch)
+        else:
+            self._build_run(world)
+        self.platform.freeze_objects()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank trains nothing, and generates while others train."""
+        return self.apart is not None and self.apart.serves
+
+    def _load_checkpoint(self, digests: Mapping[str, bytes], group: dist.ProcessGroup) -> None:
+        """Into the models, if there is one. Collective over the world. Errors: Stopped on all ranks or none."""
+        if self.serves:
+            platforms.fresh_store()  # as those who have a manager
+            self._agree_to_start(None)
+            return
+        stopped: Stopped | None = None
+        try:
+            self.checkpoint_manager = checkpoint_manager_of(
+                self.config,
+                digests,
+                self.roles.saved(self.config.algorithm.kl),
+                platform=self.platform,
+                watchdog=self.watchdog,
+                group=group,
+                saves=self.writes_model,
+                portable=self.roles.portable,
+            )
+        except Stopped as error:
+            stopped = error
+        self._agree_to_start(stopped)
+
+    def _agree_to_start(self, stopped: Stopped | None) -> None:
+        """Errors: Stopped, where the ranks that train were told to end before."""
+        if stopped is not None and self.apart is None:
+            raise stopped
+        if self.apart is not None:
+            ends = torch.tensor(int(stopped is not None), device=self.platform.device)
+            if int(self.apart.everyone.maximum(ends)):
+                raise stopped or Stopped("before this restart: it was told to end", saved=True)
+
+    def _build_engine_ranks(self, watch: Stopwatch) -> None:
+        """What serves on a rank that trains nothing."""
+        assert self.apart is not None and isinstance(self.generator, Generator), "an engine on ranks of its own"
+        self.engine_ranks = EngineRanks(
+            self.config,
+            self.generator,
+            self.apart,
+            draws=PromptDraws(self.config, self.inputs.train),
+            sets=lambda iteration, whole: heldout_sets(self.config, self.inputs, iteration, whole=whole),
+            records=self._records,
+            watchdog=self.watchdog,
+            watch=watch,
+        )
+
+    def _build_run(self, world: RunContext) -> None:
+        """What trains. Collective over the ranks that train."""
+        config, watch = self.config, world.watch
         self.hooks = RunHooks(
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
             load_rollout=self._load_rollout,
         )
-        self.generation = Generation(
-            self.generator,
-            self._overlapped_scoring(world),
-            self.roles,
-            config.sampling,
-            platform=self.platform,
-            watch=watch,
-            hooks=self.hooks,
-        )
+        self.generation = self._generation(world)
         self.book = OnlineBookkeeping(
             config,
             self.roles,
             self.inputs.train,
             self.generation,
+            draws=self.generation.draws,
             exchange=self.exchange,
             watch=watch,
             watchdog=self.watchdog,
@@ -146,8 +219,31 @@ class OnlineTrainer:
             trains=self.trains,
         )
         self.run = Run(config, self.book, self.generation)
-        self.run.state = with_records(self.checkpoint_manager.state or self.run.state, self._records)
-        self.platform.freeze_objects()
+        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None)
+        self.run.state = with_records(state, self._records)
+
+    def _generation(self, world: RunContext) -> Generation:
+        generator, scoring, apart = self.generator, self._overlapped_scoring(world), self.apart
+        given: dict[str, Any] = {"platform": self.platform, "watch": world.watch, "hooks": self.hooks}
+        if apart is None:
+            return Generation(generator, scoring, self.roles, self.config.sampling, **given)
+        assert isinstance(generator, Generator), "a replay has no engine apart"
+        state = self.checkpoint_manager.state
+        generation = OneStepOffGeneration(
+            generator,
+            scoring,
+            self.roles,
+            self.config.sampling,
+            draws=PromptDraws(self.config, self.inputs.train),
+            begins_rows=self.config.data.environment is not None,
+            orders=apart.orders,
+            everyone=apart.everyone,
+            stop=lambda: self.stop.ask("a signal to a rank of the engine"),
+            following=None if state is None else state.next_rollout,
+            **given,
+        )
+        self.checkpoint_manager.completed = generation.completed
+        return generation
 
     def _overlapped_scoring(self, world: RunContext) -> OverlappedScoring:
         """Collective over the world."""
@@ -207,13 +303,26 @@ class OnlineTrainer:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
         Ends with runs/NAME/hf, except for a replay and for rollouts alone. Errors: Stopped after a request to end and
-        a save.
+        a save. A rank that trains nothing serves until the run ends, and knows no summary.
         """
+        if self.serves:
+            self.engine_ranks.serve()
+            return RunSummary.unknown()
+        try:
+            summary = self._fit(num_iterations)
+        except Stopped as stopped:
+            self.generation.end(saved=stopped.saved)
+            raise
+        self.generation.end(saved=None)
+        return summary
+
+    def _fit(self, num_iterations: int | None) -> RunSummary:
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         manager = self.checkpoint_manager
         with manager.recorder(num_iterations, self.inputs.decode) as recorder:
+            self.generation.begin_run()
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             cache = self.generator.cache_report()
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
@@ -236,6 +345,7 @@ class OnlineTrainer:
                         self.run.actor,
                         self.config.run_dir / "hf",
                         end_token_ids=self.inputs.ends.ids,
+                        group=self.exchange.group,
                         report=recorder.message,
                     )
         return recorder.summary()
@@ -254,10 +364,10 @@ class OnlineTrainer:
             done = self.book.finished(self.run, self.flow(self.run))
         except Stopped as stopped:
             self.book.abandon(self.run, before)
-            self.checkpoint_manager.save_and_stop(before, recorder, stopped)
+            self.checkpoint_manager.save_and_stop(self.generation.kept(before), recorder, stopped)
         except NonFinite as found:
             found.tensors = dict(self.roles.portable(found.tensors))
-            self.run.state = lost(self.config, self.run.state, found, recorder)
+            self.run.state = lost(self.config, self.run.state, found, recorder, self.exchange.group)
             return None
         finally:
             self.watchdog.rest()
@@ -277,13 +387,10 @@ class OnlineTrainer:
         """
         if not self.inputs.heldout:
             raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
-        sets = [
-            HeldoutSet(name, self.inputs.heldout[name].all_that_start(), each.samples, each.temperature)
-            for name, each in self.config.data.heldout_sets.items()
-            if whole or self.run.state.iteration % (each.interval or 1) == 0
-        ]
         judge, metrics = judge_of(self.config, self.caller), dict[str, float]()
         with self.watchdog.phase("evaluate"), self.caller.evaluating():
+            self.generation.begin_evaluation(self.run.state.iteration, whole=whole)
+            sets = heldout_sets(self.config, self.inputs, self.run.state.iteration, whole=whole)
             for heldout, responses in zip(sets, self.generation.heldout_responses(sets), strict=True):
                 found = evaluate(
                     heldout,

@@ -1,0 +1,79 @@
+"""Rollouts older than the weights that train on them: which configs may have them, and the correction by default."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.algorithms import OPO, Distill, ReMax
+from hybridflow.parallel.ranks import shown
+
+if TYPE_CHECKING:
+    from hybridflow.config.experiment import ExperimentConfig
+
+# Truncated importance weights, with the cap that `importance` has by default.
+CORRECTION = {"kind": "token", "cap": 2.0}
+ON_POLICY = {
+    ReMax: "needs a sampled and a greedy response of the same weights",
+    OPO: "is exactly on-policy",
+    Distill: "learns from the actor's present responses alone",
+}
+
+
+def with_correction(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config as read: importance weights where rollouts may be stale, and the config says nothing of the weights."""
+    rollout, algorithm = given.get("rollout"), given.get("algorithm", {})
+    if not isinstance(rollout, Mapping) or not isinstance(algorithm, Mapping) or not rollout.get("max_staleness"):
+        return given
+    policy = algorithm.get("policy", {})
+    if not isinstance(policy, Mapping) or policy.get("old_log_probs") == "engine" or "importance_cap" in algorithm:
+        return given
+    if policy.keys() & {"importance", "importance_cap"}:
+        return given
+    return {**given, "algorithm": {**algorithm, "policy": {**policy, "importance": CORRECTION}}}
+
+
+def check_staleness(config: "ExperimentConfig") -> None:
+    """Errors: ValueError with what a config of stale rollouts cannot have."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if not rollout.max_staleness:
+        return
+    key = f"rollout.max_staleness = {rollout.max_staleness}"
+    _check_ranks(config, key)
+    for kind, why in ON_POLICY.items():
+        if isinstance(algorithm, kind):
+            raise ValueError(f"{key}: algorithm {algorithm.name} {why}, and a stale rollout has older ones")
+    if config.checkpoint.save_rollout:
+        raise ValueError(
+            f"{key}: checkpoint.save_rollout = true saves nothing more: a checkpoint has the next rollout already. "
+            "Leave save_rollout out"
+        )
+    if rollout.score_while_waiting:
+        raise ValueError(
+            f"{key}: rollout.score_while_waiting = true has no waiting engine to score on: engines generate while "
+            "models train. Leave score_while_waiting out"
+        )
+    changed = config.sampling.changed_distribution()
+    if changed and algorithm.policy.importance is not None:
+        raise ValueError(
+            f"{key} needs importance weights, which cannot go with {', '.join(changed)}: the engine's log-probs then "
+            "belong to the truncated or penalised distribution. algorithm.policy.importance: null trains without"
+        )
+
+
+def _check_ranks(config: "ExperimentConfig", key: str) -> None:
+    """The engine has ranks of its own: others train while it generates."""
+    engine = config.rollout.ranks
+    if engine is None:
+        raise ValueError(f"{key}: the engine generates while models train. Give the engine ranks: rollout.ranks")
+    if 0 in engine:
+        raise ValueError(
+            f"{key}: rollout.ranks = {shown(engine)} has rank 0, which trains and writes the run's directory"
+        )
+    for name, role in config.roles().items():
+        if role.ranks is None:
+            raise ValueError(f"{key}: {name} lies on all ranks. Give {name}.ranks: those that are not the engine's")
+        shared = sorted(set(role.ranks) & set(engine))
+        if shared:
+            raise ValueError(
+                f"{key}: {name}.ranks = {shown(role.ranks)} and rollout.ranks = {shown(engine)} share {shown(shared)}, "
+                "but the engine generates while models train"
+            )

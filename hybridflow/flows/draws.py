@@ -1,0 +1,54 @@
+"""The next prompts of a run in order, by how many the run has drawn before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridflow.batch import PromptBatch
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.usable import Dropped
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Prompts, with their numbers in the data set.
+
+    first, position: how many prompts the run had drawn before, and has drawn with these. dropped: rows passed over.
+    """
+
+    batch: PromptBatch
+    numbers: tuple[int, ...]
+    first: int
+    position: int
+    dropped: Dropped
+
+
+class Draws(Protocol):
+    """Where an iteration has prompts from."""
+
+    def draw(self, position: int) -> Draw:
+        """The prompts behind the first `position` ones of the run."""
+
+    def at(self, numbers: Sequence[int]) -> PromptBatch:
+        """By their numbers in the data set."""
+
+
+class PromptDraws:
+    """From data.train. Collective over the world where an environment begins rows."""
+
+    def __init__(self, config: ExperimentConfig, prompts: PromptDataset) -> None:
+        self._config, self._prompts = config, prompts
+
+    def draw(self, position: int) -> Draw:
+        """See `Draws`."""
+        data = self._config.data
+        order = self._prompts.order(self._config.seed, data.shuffle, position=position)
+        first = order.position
+        drawn = self._prompts.draw(order, data.prompts_per_iteration)
+        self._prompts.start_ahead(order, data.prompts_per_iteration)
+        return Draw(drawn.batch, drawn.numbers, first, order.position, drawn.dropped)
+
+    def at(self, numbers: Sequence[int]) -> PromptBatch:
+        """See `Draws`."""
+        return self._prompts.batch(list(numbers))
