@@ -1,0 +1,124 @@
+"""One-step-off rollouts in whole runs: against the synchronous run, a HuggingFace model, and themselves."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridflow.checkpoint.store import step_name
+from hybridflow.convert.main import main as convert
+from tests.checkpoint.test_kills import COSTS
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+NUM_ITERATIONS = 5
+WEIGHTS = {"policy": {"importance": {"kind": "token", "cap": 2.0}}}
+PPO = {"update": {"mini_batch_size": 2}, **WEIGHTS}
+GRPO = {"name": "grpo", "update": {"mini_batch_size": 4}, **WEIGHTS}
+COMMON = [f"num_iterations={NUM_ITERATIONS}", "critic.ranks=0-1", "reference.ranks=0-1", "actor.ranks=0-1"]
+COMMON += ["metrics.dump_batches=true", "checkpoint.save_interval=1", "checkpoint.keep_last=9", "rollout.ranks=2-3"]
+OF_GRPO = ["critic=null", "sampling.samples_per_prompt=2", "algorithm=" + json.dumps(GRPO)]
+OF_PPO = ["algorithm=" + json.dumps(PPO), "algorithm.kl.controller=adaptive", "reward.normalization=running"]
+STALE, TP1 = "rollout.max_staleness=1", "rollout.tensor_parallel_size=1"
+STILL = ["actor.optimizer.lr=0", "critic.optimizer.lr=0"]
+RUNS = {
+    "sync": [*OF_GRPO, TP1, STILL[0]],
+    "stale": [*OF_GRPO, TP1, STILL[0], STALE],
+    "sync-ppo": [*OF_PPO, *STILL],
+    "stale-ppo": [*OF_PPO, *STILL, STALE],
+    "learns": [*OF_GRPO, TP1, STALE],
+    "learns-tp2": [*OF_GRPO, STALE],
+    "again": [*OF_GRPO, TP1, STALE],
+    "short": [*OF_GRPO, TP1, STALE, "num_iterations=3"],
+    "short longer": [*OF_GRPO, TP1, STALE],
+}
+# what only a synchronous run, or the other, has or counts so
+OTHER = ("reshard/", "staleness")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("one_step_off")
+    config = write_config(root / "config.yaml", make_inputs(root / "inputs"))
+    tree = json.loads(config.read_text())
+    tree["reward"]["models"][0]["ranks"] = "0-1"
+    config.write_text(json.dumps(tree))
+    runs = {name: [*COMMON, *overrides] for name, overrides in RUNS.items()}
+    run_ranks(4, "tests.flows.one_step_off_worker", config, json.dumps(runs))
+    return root
+
+
+def rows(run: Path, *left_out: str) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    return [
+        {name: x for name, x in row.items() if not any(part in name for part in (*COSTS, *left_out))} for row in found
+    ]
+
+
+@pytest.mark.parametrize("kind", ["", "-ppo"])
+def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(kind: str, root: Path) -> None:
+    stale, synchronous = rows(root / f"stale{kind}", *OTHER), rows(root / f"sync{kind}", *OTHER)
+    assert len(stale) == NUM_ITERATIONS
+    assert stale == synchronous
+    ages = [float(row["rollout/staleness_mean"]) for row in rows(root / f"stale{kind}")]
+    assert ages == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("other", ["again", "learns-tp2"])
+def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> None:
+    """Neither on the clock nor, up to rounding, on how the engine is laid out."""
+    expected, found = rows(root / "learns"), rows(root / other)
+    assert len(expected) == NUM_ITERATIONS
+    if other == "again":
+        assert found == expected
+    first, last = (batch(root / name, NUM_ITERATIONS) for name in ("learns", other))
+    assert first["input_ids"].tolist() == last["input_ids"].tolist()
+    assert len({row["actor/grad_norm"] for row in expected}) == NUM_ITERATIONS, "it learns"
+
+
+def batch(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "batches" / f"iteration_{iteration:06d}.safetensors")
+
+
+def test_the_engines_log_probs_are_of_the_version_that_a_batch_names(root: Path, tmp_path: Path) -> None:
+    """Version 0 is the given model; version k is the checkpoint after iteration k, as transformers reads it."""
+    run = root / "learns"
+    for iteration in range(1, NUM_ITERATIONS + 1):
+        found = batch(run, iteration)
+        version = max(0, iteration - 2)
+        assert found["versions"].unique().tolist() == [version]
+        directory = root / "inputs" / "policy"
+        if version:
+            directory = tmp_path / str(version)
+            convert(["megatron-to-hf", str(run / "checkpoints" / step_name(version) / "actor"), str(directory)])
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        expected = log_probs_of(model, found)
+        mask = found["response_mask"]
+        torch.testing.assert_close(found["rollout_log_probs"][mask], expected[mask], rtol=0, atol=1e-4)
+        if version:
+            other = log_probs_of(AutoModelForCausalLM.from_pretrained(root / "inputs" / "policy"), found)
+            assert (other[mask] - expected[mask]).abs().max() > 1e-3, "another version would be seen"
+
+
+def log_probs_of(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(T,) of each token given those before; zero of the first of a row."""
+    parts = []
+    with torch.no_grad():
+        for ids in found["input_ids"].split(found["lengths"].tolist()):
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            parts += [torch.zeros(1), log_probs.gather(1, ids[1:, None])[:, 0]]
+    return torch.cat(parts)
+
+
+def test_a_run_that_is_prolonged_says_that_it_is_not_the_longer_run(root: Path) -> None:
+    """The last iteration of the shorter run made no next rollout: the fourth has one of the present weights."""
+    short, long = rows(root / "short", "reshard/"), rows(root / "learns", "reshard/")
+    assert [row["rollout/staleness_mean"] for row in short] == ["0.0", "1.0", "1.0", "0.0", "1.0"]
+    assert short[:3] == long[:3]
