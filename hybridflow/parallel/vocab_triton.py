@@ -28,16 +28,15 @@ def partial_sums(logits: Tensor, columns: int, targets: Tensor, temperature: Tem
     sums = torch.zeros(3, rows, device=logits.device)
     if columns and rows:
         _check(logits)
-        divisors = _divisors(temperature, logits)
         sums_kernel[(rows,)](
             logits,
             targets.contiguous(),
-            divisors,
+            _divisors(temperature, logits),
             peak,
             sums,
-            rows,
-            columns,
-            logits.stride(0),
+            rows=rows,
+            columns=columns,
+            stride=logits.stride(0),
             COLUMNS=_block(columns),
             num_warps=WARPS,
         )
@@ -58,7 +57,7 @@ def gradients(
     if not logits.numel():
         return
     _check(logits)
-    of_rows = (None if x is None else x.float().contiguous() for x in (grad_log_probs, grad_entropy))
+    of_log_probs, of_entropy = (None if x is None else x.float().contiguous() for x in (grad_log_probs, grad_entropy))
     block = _block(logits.shape[1])
     gradients_kernel[(len(logits), -(-logits.shape[1] // block))](
         logits,
@@ -66,10 +65,11 @@ def gradients(
         _divisors(temperature, logits),
         normalizer.contiguous(),
         entropy.contiguous(),
-        *of_rows,
-        columns,
-        logits.shape[1],
-        logits.stride(0),
+        grad_log_probs=of_log_probs,
+        grad_entropy=of_entropy,
+        columns=columns,
+        all_columns=logits.shape[1],
+        stride=logits.stride(0),
         COLUMNS=block,
         num_warps=WARPS,
     )

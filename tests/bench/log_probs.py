@@ -2,9 +2,9 @@
 
     python -m tests.bench.log_probs [--rows 8192] [--columns 128256] [--json]
 
-On meta tensors, in bfloat16, in the chunks of rows that a GPU takes. Nothing is computed and no time is taken. A pass is
-as many bytes as all logits have in float32. An operator reads what it is given and writes what it returns; a launch of
-Triton is counted by its grid: each program reads (forward) or reads and writes (backward) its logits once.
+On meta tensors, in bfloat16, in the chunks of rows that a GPU takes. Nothing is computed and no time is taken. A pass
+is as many bytes as all logits have in float32. An operator reads what it is given and writes what it returns; a launch
+of Triton reads the logits once and, backward, writes them once, as the kernels' grids say.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def launches(counted: Counted) -> Any:
         class Kernel:
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
                 def launch(logits: Tensor, *others: Any, **named: Any) -> None:
-                    of_rows = sum(x.nbytes for x in others if isinstance(x, Tensor))
+                    of_rows = sum(x.nbytes for x in (*others, *named.values()) if isinstance(x, Tensor))
                     counted.add(passes_of_logits * logits.nbytes + of_rows)
 
                 return launch
