@@ -54,7 +54,7 @@ class MegatronArguments(VendorArguments):
     deallocate_pipeline_outputs: bool | None = None
     """Whether a stage frees what has been sent on."""
     gradient_accumulation_fusion: bool | None = None
-    """Whether apex adds gradients within the product of matrices. null: where apex is there."""
+    """Whether Transformer Engine or apex adds gradients within the product of matrices. null: where one is there."""
     memory_efficient_layer_norm: bool | None = None
     """Whether norms of Transformer Engine keep their output in place of their input."""
     microbatch_group_size_per_vp_stage: PositiveInt | None = None

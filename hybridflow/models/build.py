@@ -27,6 +27,7 @@ from hybridflow.models.attention import (
     PackedAttention,
 )
 from hybridflow.models.experts import MixtureOfExperts, SigmoidRouter
+from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import mark
 from hybridflow.models.micro_batch import MicroBatch
@@ -150,7 +151,7 @@ class PolicyModel(PackedModel):
         self.output_layer = OutputLayer(
             spec.embedding_size,
             spec.padded_vocab_size,
-            config=self.config,
+            config=output_layer_config(self.config),
             tied=self.pre_process and self.share_embeddings_and_output_weights,
             tp_group=self.pg_collection.tp,
         )

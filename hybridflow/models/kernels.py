@@ -70,9 +70,14 @@ def _layers(facts: KernelFacts) -> str:
 
 
 def _gradient_accumulation(facts: KernelFacts) -> str:
-    if facts.no_gradient_accumulation is None:
-        return "gradient accumulation fused by apex"
-    return f"gradient accumulation not fused, which takes apex ({facts.no_gradient_accumulation})"
+    engine, missing = facts.no_transformer_engine is None, facts.no_gradient_accumulation
+    if missing is None:
+        return "gradient accumulation fused by " + ("Transformer Engine and apex" if engine else "apex")
+    if engine:
+        return (
+            f"gradient accumulation fused by Transformer Engine, but for the output layer, which takes apex ({missing})"
+        )
+    return f"gradient accumulation not fused, which takes Transformer Engine or apex ({missing})"
 
 
 def _attention(facts: KernelFacts, dtypes: Mapping[str, str]) -> list[str]:

@@ -79,7 +79,7 @@ def transformer_config(
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
-        **device_arguments(gated=traits.gated),
+        **device_arguments(engine=_has_engine_layers(spec), gated=traits.gated),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -112,11 +112,16 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[by_kind[kind] for kind in kinds], layer_norm=final)
 
 
+def _has_engine_layers(spec: ModelSpec) -> bool:
+    """Transformer Engine's, which have a norm in front of every linear layer."""
+    return has_transformer_engine() and not spec.post_norm
+
+
 def _layer_spec(
     spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], dtype: torch.dtype, place: Place
 ) -> ModuleSpec:
     traits, classes = spec.traits, layer_classes()
-    if has_transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
+    if _has_engine_layers(spec):
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
         )
