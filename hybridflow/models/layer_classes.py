@@ -68,7 +68,7 @@ def device_arguments(*, engine: bool, gated: bool) -> dict[str, Any]:
     """Of megatron's TransformerConfig. engine: layers are Transformer Engine's. gated: the activation of the MLPs."""
     return {
         "use_cpu_initialization": not uses_cuda(),
-        "gradient_accumulation_fusion": engine or uses_cuda() and HAVE_APEX,  # see `output_layer_config`
+        "gradient_accumulation_fusion": engine or (uses_cuda() and HAVE_APEX),  # see `output_layer_config`
         "bias_activation_fusion": engine and gated,
         "use_te_activation_func": not engine,  # what megatron calls an activation that the layer spec names
     }

@@ -9,19 +9,19 @@ On the way back training storages are filled from the engine's memory, without c
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.architecture.permutations import Order
 from hybridflow.architecture.tied_head import EMBEDDING
 from hybridflow.architecture.weights import LM_HEAD, Weight
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Reads, Traffic
 from hybridflow.models.memory import storages
-from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, copy_pieces, permute_blocks
+from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, Stacks, copy_pieces, prepared_copies, prepared_permutation
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
@@ -34,7 +34,11 @@ def select_mover(device: torch.device) -> Mover:
     if device.type == "cuda":
         return BY_TRITON
     permute = cpu_mover.permute_by_torch if library() is None else cpu_mover.permute_in_c
-    return Mover(permute, cpu_mover.copy_each)
+
+    def permutation(groups: Sequence[Stacks]) -> Callable[[], int]:
+        return lambda: max((permute(stacks, order) for stacks, order in groups), default=0)
+
+    return Mover(permutation, lambda copies: partial(cpu_mover.copy_each, copies))
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,17 @@ class WeightReshard:
         self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
         self._reads = Reads([step.traffic for step in self._steps], group) if reads and device.type == "cpu" else None
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
+        weights_and_orders = [(self._weights[o.weight.megatron], o.order) for o in self._permuted]
+        self._permute = prepared_permutation(weights_and_orders, self._mover)
+        self._permute_back = prepared_permutation([(x, inverse(order)) for x, order in weights_and_orders], self._mover)
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
+        copies = {name: pairs for step in self._steps for name, pairs in step.copies.items()}
+        self._restores = [
+            prepared_copies(
+                [(training, engine) for name in move.names for engine, training in copies[name]], self._mover
+            )
+            for move in self._moves
+        ]
         assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
         self._elsewhere = {w.engine: self._dtype_of(w) for bucket in plan.buckets for w in bucket}
@@ -125,8 +139,11 @@ class WeightReshard:
             for message in traffic.receives
             for parcel in parcels_of(message.pieces)
         ]
+        copies = {o.weight.megatron: self._own_copies(o, memory.tensors[o.weight.megatron]) for o in own}
+        fill = prepared_copies([copy for pairs in copies.values() for copy in pairs], self._mover)
         memory.release()
-        return _Step([weight.megatron for weight in bucket], memory, Traffic(receives, contents, sends))
+        names = [weight.megatron for weight in bucket]
+        return _Step(names, memory, copies=copies, fill=fill, traffic=Traffic(receives, contents, sends))
 
     def _dtype_of(self, weight: Weight) -> torch.dtype:
         """Alike in a bucket."""
@@ -147,7 +164,7 @@ class WeightReshard:
         exchange = self._exchange if self._reads is None else self._reads.begin(self._exchange)
         for step in self._steps:
             self._changed(step.memory.allocate())
-            copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)], self._mover)
+            step.fill()
             received, sent = exchange(step.traffic)
             for move in [move for move in pending if pending[move] & set(step.names)]:
                 pending[move] -= set(step.names)
@@ -159,27 +176,25 @@ class WeightReshard:
                 bytes_sent=cost.bytes_sent + sent,
             )
         assert not any(pending.values()), f"weights in no bucket: {pending}"
-        self._permute([o.order for o in self._permuted])  # last: other ranks get rows in the trainer's order
+        self._permuted_by(self._permute)  # last: other ranks get rows in the trainer's order
         return replace(cost, bytes_permuted=self._bytes(self._permuted))
 
     def _restore_trainer(self) -> ReshardCost:
         needed = {name for move in self._moves for name in move.names}
         waiting = [step for step in self._steps if step.memory.operations]
         waiting = self._release_unneeded(waiting, needed)
-        for move in reversed(self._moves):
+        for move, restore in zip(reversed(self._moves), reversed(self._restores), strict=True):
             self._changed(move.allocate())
-            copies = [copy for o in move.operations for copy in self._own_copies(o)]
-            copy_pieces([(training, engine) for engine, training in copies], self._mover)
+            restore()
             needed -= set(move.names)
             waiting = self._release_unneeded(waiting, needed)
         assert not waiting, "engine memory that nothing was restored from"
-        self._permute([inverse(o.order) for o in self._permuted])
+        self._permuted_by(self._permute_back)
         return ReshardCost(0.0, bytes_permuted=self._bytes(self._permuted))
 
-    def _permute(self, orders: list[Order]) -> None:
+    def _permuted_by(self, permutation: Callable[[], int]) -> None:
         """Those that are permuted in place."""
-        weights = [self._weights[o.weight.megatron] for o in self._permuted]
-        self._peak = max(self._peak, self._live + permute_blocks(zip(weights, orders, strict=True), self._mover))
+        self._peak = max(self._peak, self._live + permutation())
 
     def _release_unneeded(self, steps: list["_Step"], needed: set[str]) -> list["_Step"]:
         """Release the engine's memory of the steps that no training storage is to be restored from; the others."""
@@ -188,13 +203,11 @@ class WeightReshard:
                 self._changed(step.memory.release())
         return [step for step in steps if needed & set(step.memory.tensors)]
 
-    def _own_copies(self, operation: Operation) -> list[Copy]:
-        """(engine, training) rectangles of what this rank holds of an engine's shard."""
-        name = operation.weight.megatron
+    def _own_copies(self, operation: Operation, own: Tensor) -> list[Copy]:
+        """(engine, training) rectangles of what this rank holds of an engine's shard. own: memory of the engine."""
+        weight = self._weights[operation.weight.megatron]
         return [
-            (_target(self._own[name], piece), _source(self._weights[name], piece))
-            for source, piece in operation.pieces
-            if source == self._rank
+            (_target(own, piece), _source(weight, piece)) for source, piece in operation.pieces if source == self._rank
         ]
 
     # ------------------------------------------------------------------------------------------ between ranks
@@ -261,6 +274,8 @@ class _Step:
 
     names: list[str]
     memory: OwnMemory
+    copies: dict[str, list[Copy]]  # of this rank, by weight: (engine, training)
+    fill: Callable[[], object]  # makes them
     traffic: Traffic
 
 

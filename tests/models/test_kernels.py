@@ -16,17 +16,18 @@ BOTH = {"actor": "bfloat16", "critic": "bfloat16"}
 
 def test_everything_is_there() -> None:
     assert kernel_line(ALL, BOTH, adam=True) == (
-        "kernels for training: layers of Transformer Engine; gradient accumulation fused by Transformer Engine and apex; "
-        "attention by flash attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam of Transformer Engine"
+        "kernels for training: layers of Transformer Engine; gradient accumulation fused by Transformer Engine and "
+        "apex; attention by flash attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam "
+        "of Transformer Engine"
     )
 
 
 def test_what_is_not_taken_is_said_with_its_reason() -> None:
     assert kernel_line(NONE, BOTH, adam=True) == (
         "kernels for training: layers of megatron without Transformer Engine (No module named 'transformer_engine'); "
-        "gradient accumulation not fused, which takes Transformer Engine or apex (undefined symbol: _ZN3c10); attention "
-        "by flash attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam of torch, fused (Transformer Engine "
-        "and apex have none here)"
+        "gradient accumulation not fused, which takes Transformer Engine or apex (undefined symbol: _ZN3c10); "
+        "attention by flash attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam of "
+        "torch, fused (Transformer Engine and apex have none here)"
     )
 
 
