@@ -49,6 +49,8 @@ class EngineArguments(VendorArguments):
 class MegatronArguments(VendorArguments):
     """Arguments of a model, by the names of megatron-core's TransformerConfig."""
 
+    attention_backend: Literal["flash", "fused"] | None = None
+    """flash or null: flash attention of torch, 3 where it is there and right, else 2. fused: that of cuDNN."""
     batch_p2p_comm: bool | None = None
     """Whether a pipeline stage sends and receives in one batched call."""
     deallocate_pipeline_outputs: bool | None = None

@@ -61,7 +61,7 @@ class PackedModel(LanguageModule):
             self.embedding = _embedding(config, spec, grid.groups.tp)
         self.decoder = TransformerBlock(
             config,
-            block_spec(spec, self.layers, config.params_dtype, grid.place("experts")),
+            block_spec(spec, self.layers, config, grid.place("experts")),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=grid.groups,
@@ -86,6 +86,9 @@ class PackedModel(LanguageModule):
         self._position_offset, rotary = spec.traits.position_offset, spec.rotary()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.rotary = None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
+
+    def _set_attention_backend(self) -> None:
+        """Not by megatron, which would set variables of Transformer Engine's attention for the whole process."""
 
     def _checked_layers(self) -> list[TransformerLayer]:
         """Those that the layout has here. Each mixes tokens by our attention, which knows where packed sequences end.

@@ -17,11 +17,11 @@ from hybridflow.models.attention import (
     AttentionFunctions,
     GroupedSelfAttention,
     by_length_or_merged,
-    flash_or_exact,
     halves,
     neighbours,
     rotation,
 )
+from hybridflow.models.attention_backends import attend_on_gpus
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.parallel.device import uses_cuda
@@ -86,11 +86,11 @@ def output_layer_config(config: TransformerConfig) -> TransformerConfig:
     return found
 
 
-def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
-    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
+def attention_functions(dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash") -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions. backend: on GPUs."""
     by_torch = rotation(neighbours if interleaved else halves)
     if uses_cuda():
-        return AttentionFunctions(flash_or_exact(dtype), by_torch)
+        return AttentionFunctions(attend_on_gpus(dtype, backend), by_torch)
     if library() is None:
         kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
         return AttentionFunctions(by_length_or_merged(kernel), by_torch)

@@ -21,7 +21,16 @@ from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Reads, Traffic
 from hybridflow.models.memory import storages
-from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, Stacks, copy_pieces, prepared_copies, prepared_permutation
+from hybridflow.reshard.kernel import (
+    BY_TRITON,
+    Copy,
+    Mover,
+    Stacks,
+    as_matrix,
+    copy_pieces,
+    prepared_copies,
+    prepared_permutation,
+)
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
@@ -204,10 +213,15 @@ class WeightReshard:
         return [step for step in steps if needed & set(step.memory.tensors)]
 
     def _own_copies(self, operation: Operation, own: Tensor) -> list[Copy]:
-        """(engine, training) rectangles of what this rank holds of an engine's shard. own: memory of the engine."""
-        weight = self._weights[operation.weight.megatron]
+        """(engine, training) rectangles of what this rank holds of an engine's shard.
+
+        own: memory of the engine, which is there: of released memory no views can be made.
+        """
+        name = operation.weight.megatron
         return [
-            (_target(own, piece), _source(weight, piece)) for source, piece in operation.pieces if source == self._rank
+            (as_matrix(_target(own, piece)), as_matrix(_source(self._weights[name], piece)))
+            for source, piece in operation.pieces
+            if source == self._rank
         ]
 
     # ------------------------------------------------------------------------------------------ between ranks

@@ -183,7 +183,7 @@ def prepared_copies(copies: Iterable[Copy], mover: Mover) -> Callable[[], object
     copies: views of equal shape and dtype, (rows, columns) with any row stride and column stride 1, or (columns,);
     all on one device. No destination may overlap anything else. Errors: ValueError for any other.
     """
-    matrices = [(_as_matrix(destination), _as_matrix(source)) for destination, source in copies]
+    matrices = [(as_matrix(destination), as_matrix(source)) for destination, source in copies]
     for destination, source in matrices:
         _check_copy(destination, source)
     matrices = [(destination, source) for destination, source in matrices if destination.numel()]
@@ -195,7 +195,7 @@ def copy_pieces(copies: Iterable[Copy], mover: Mover) -> None:
     prepared_copies(copies, mover)()
 
 
-def _as_matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """A vector as one row."""
     x = x.detach()
     return x.unsqueeze(0) if x.dim() == 1 else x
