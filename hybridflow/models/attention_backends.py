@@ -205,5 +205,6 @@ def _outputs_and_gradients(
     ]
     weight, *inputs = (x.bfloat16().to(device, dtype) for x in drawn)
     leaves = [x.requires_grad_() for x in inputs]
-    out = attend(*leaves, packed=packed, scale=HEAD_DIM**-0.5)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+    with torch.enable_grad():
+        out = attend(*leaves, packed=packed, scale=HEAD_DIM**-0.5)
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]

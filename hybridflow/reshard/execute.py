@@ -27,11 +27,10 @@ from hybridflow.reshard.kernel import (
     Mover,
     Stacks,
     as_matrix,
-    copy_pieces,
     prepared_copies,
     prepared_permutation,
 )
-from hybridflow.reshard.memory import OwnMemory, moves
+from hybridflow.reshard.memory import OwnMemory, Resized, moves
 from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.reserved import AddressSpace
@@ -89,6 +88,7 @@ class WeightReshard:
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device, self._mover = dtype, device, select_mover(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
+        self._stagings: dict[tuple[int, ...], _Staging] = {}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
         steps = (
@@ -231,24 +231,29 @@ class WeightReshard:
         receives, contents, sends = traffic
         if not receives and not sends:
             return 0, 0
-        outgoing = {i: _contiguous(contents[i], self._mover) for i in dict.fromkeys(i for _, i in sends)}
-        incoming = [_contiguous_target(parts) for _, parts in receives]
-        staged = sum(x.nbytes for i, x in outgoing.items() if x is not contents[i][0])
-        staged += sum(x.nbytes for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0])
-        self._changed(staged)
-        operations = [dist.P2POp(dist.isend, outgoing[i], peer, self._group) for peer, i in sends]
+        sent = list(dict.fromkeys(i for _, i in sends))
+        outgoing = self._staging([contents[i] for i in sent], out=True)
+        incoming = self._staging([parts for _, parts in receives], out=False)
+        self._changed(outgoing.allocate() + incoming.allocate())
+        outgoing.copy()
+        content_of = dict(zip(sent, outgoing.tensors, strict=True))
+        operations = [dist.P2POp(dist.isend, content_of[i], peer, self._group) for peer, i in sends]
         operations += [
-            dist.P2POp(dist.irecv, x, peer, self._group) for x, (peer, _) in zip(incoming, receives, strict=True)
+            dist.P2POp(dist.irecv, x, peer, self._group)
+            for x, (peer, _) in zip(incoming.tensors, receives, strict=True)
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-        staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0]]
-        unpacked = [copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)]
-        copy_pieces(unpacked, self._mover)
-        received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in sends)
-        del operations, outgoing, incoming, staged_parts, unpacked
-        self._changed(-staged)
-        return received, sent
+        incoming.copy()
+        self._changed(outgoing.release() + incoming.release())
+        return sum(x.nbytes for x in incoming.tensors), sum(content_of[i].nbytes for _, i in sends)
+
+    def _staging(self, contents: list[list[Tensor]], *, out: bool) -> "_Staging":
+        """Made once for the same contents, which the steps keep. out: they are sent."""
+        key = tuple(map(id, contents))
+        if key not in self._stagings:
+            self._stagings[key] = _Staging(contents, self._mover, out=out)
+        return self._stagings[key]
 
     def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
         """(contents, (peer, index of the peer's content)): a content for several peers is held once."""
@@ -305,21 +310,35 @@ def _source(x: Tensor, piece: Piece) -> Tensor:
     return rows if x.dim() == 1 else rows[:, piece.source_column : piece.source_column + piece.columns]
 
 
-def _contiguous(parts: list[Tensor], mover: Mover) -> Tensor:
-    """The parts one after the other: the part itself where there is one of neighbouring elements, else a copy."""
-    buffer = _contiguous_target(parts)
-    if buffer is not parts[0]:
-        copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)), mover)
-    return buffer
+class _Staging:
+    """Contents that travel, each as one tensor: a single part of neighbouring elements as it lies, others as a buffer.
 
+    Buffers are there between `allocate` and `release`. copy: fills them from the parts or, incoming, the other way.
+    """
 
-def _contiguous_target(parts: list[Tensor]) -> Tensor:
-    """Where the parts can be received at once: the part itself, or a buffer."""
-    if len(parts) == 1 and parts[0].is_contiguous():
-        return parts[0]
-    return parts[0].new_empty(sum(part.numel() for part in parts))
+    def __init__(self, contents: list[list[Tensor]], mover: Mover, *, out: bool) -> None:
+        self.tensors: list[Tensor] = []
+        self._memories: list[Resized] = []
+        copies: list[Copy] = []
+        for parts in contents:
+            tensor = parts[0]
+            if len(parts) > 1 or not tensor.is_contiguous():
+                self._memories.append(Resized(sum(part.nbytes for part in parts), tensor.device))
+                tensor = self._memories[-1].tensor().view(tensor.dtype)
+                pairs = zip(tensor.split([part.numel() for part in parts]), parts, strict=True)
+                copies += [(flat.view(part.shape), part) for flat, part in pairs]
+            self.tensors.append(tensor)
+        self.copy = prepared_copies(copies if out else [(part, flat) for flat, part in copies], mover)
+        self.release()
 
+    def allocate(self) -> int:
+        """Bytes more."""
+        for memory in self._memories:
+            memory.map()
+        return sum(memory.size for memory in self._memories)
 
-def _packed(buffer: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """The parts in a buffer, each in the part's shape."""
-    return [flat.view(part.shape) for flat, part in zip(buffer.split([x.numel() for x in parts]), parts, strict=True)]
+    def release(self) -> int:
+        """Bytes more: a negative number."""
+        for memory in self._memories:
+            memory.unmap()
+        return -sum(memory.size for memory in self._memories)

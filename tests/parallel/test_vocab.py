@@ -302,9 +302,9 @@ def test_the_same_inputs_give_the_same_bits(world: dist.ProcessGroup) -> None:
 @needs_triton
 @ALONE
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-def test_the_kernels_compile_to_wide_accesses_of_each_logit_once(element: str) -> None:
-    """For an H100, of which there need be none: 16 logits a thread, 16 bytes an access, and no loop over them again."""
-    from tests.reshard.test_kernel import compiled
+def test_the_kernels_compile_to_wide_accesses_of_each_logit_once(element: str, tmp_path: Path) -> None:
+    """For an H100, of which there need be none: 16 logits a thread, 16 bytes an access, no second read, no spills."""
+    from tests.reshard.test_kernel import compiled, has_tool, resources
 
     of_rows = dict(targets="*i64", divisors="*fp32")
     sums = dict(logits=f"*{element}", **of_rows, peak="*fp32", sums="*fp32", rows="i32", columns="i32", stride="i32")
@@ -317,12 +317,14 @@ def test_the_kernels_compile_to_wide_accesses_of_each_logit_once(element: str) -
         (vocab_triton.gradients_kernel, backward, accesses),
     ):
         aligned = tuple(name for name in arguments if name != "rows")
-        made = compiled(kernel, arguments, {"COLUMNS": 4096}, multiples_of_16=aligned, warps=vocab_triton.WARPS).asm[
-            "ptx"
-        ]
+        built = compiled(kernel, arguments, {"COLUMNS": 4096}, multiples_of_16=aligned, warps=vocab_triton.WARPS)
+        made = built.asm["ptx"]
         assert len(re.findall(r"ld\.global\S*\.v4\.b32", made)) == accesses, made
         assert len(re.findall(r"st\.global\S*\.v4\.b32", made)) == stores
         assert "atom" not in made and "red.global" not in made
+        if has_tool("cuobjdump"):
+            used = resources(built.asm["cubin"], tmp_path)
+            assert used["LOCAL"] == used["STACK"] == 0 and used["REG"] <= 128, used
         assert not stores or element == "fp32" or re.search(r"cvt\.rn\.(satfinite\.)?bf16", made)
 
 

@@ -648,6 +648,17 @@ def test_no_thread_spills_however_many_the_blocks(num_blocks: int, element: str,
 
 
 @needs_triton
+@pytest.mark.parametrize("lanes", [2, 64])
+def test_a_permutation_moves_16_bytes_at_a_time_where_addresses_allow(lanes: int) -> None:
+    """Their alignment comes from a table, where Triton cannot see it: the kernel says it."""
+    ptx = compiled_permutation(kernel.permute_kernel, "i64", lanes, aligned=True).asm["ptx"]
+    assert re.findall(r"st\.global\S*", ptx) == ["st.global.v2.b64"] * 2, "32 bytes a thread"
+    assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == 2
+    ptx = compiled_permutation(kernel.permute_kernel, "i64", lanes).asm["ptx"]
+    assert re.findall(r"st\.global\S*", ptx) == ["st.global.b64"] * 4
+
+
+@needs_triton
 @pytest.mark.parametrize(("element", "bits_moved"), [("int8", 8), ("int16", 16), ("int32", 32), ("int64", 64)])
 def test_the_copies_compile_to_accesses_of_their_width(element: str, bits_moved: int) -> None:
     import triton.language as tl
