@@ -39,7 +39,7 @@ def test_what_is_handed_on_is_told() -> None:
     [
         (
             "rollout.engine_arguments={quantization: fp8}",
-            "engine_arguments.quantization: unknown key",
+            "engine_arguments.quantization: unknown key; FP8 and other quantised",
         ),
         ("rollout.engine_arguments={max_num_seqs: 8}", "rollout.engine_arguments.max_num_seqs: unknown key"),
         ("rollout.engine_arguments={optimization_level: 9}", "rollout.engine_arguments.optimization_level = 9: "),
@@ -47,7 +47,7 @@ def test_what_is_handed_on_is_told() -> None:
             "actor.megatron_arguments={overlap_p2p_comm: true, batch_p2p_comm: true}",
             "actor.megatron_arguments: overlap_p2p_comm and batch_p2p_comm: megatron-core has no schedule with both",
         ),
-        ("actor.megatron_arguments={fp8: hybrid}", "actor.megatron_arguments.fp8: unknown key; known are"),
+        ("actor.megatron_arguments={fp8: hybrid}", "actor.megatron_arguments.fp8: unknown key; FP8 and"),
         ("actor.megatron_arguments={overlap_p2p_comm: 7}", "actor.megatron_arguments.overlap_p2p_comm = 7: "),
     ],
 )
@@ -55,3 +55,43 @@ def test_all_others_are_refused(override: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(override)
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rollout.engine_arguments={quantization: fp8}", "rollout.engine_arguments.quantization: unknown key; "),
+        (
+            "rollout.engine_arguments={kv_cache_dtype: fp8_e5m2}",
+            "rollout.engine_arguments.kv_cache_dtype: unknown key; ",
+        ),
+        ("rollout.kv_cache_dtype=fp8", "rollout.kv_cache_dtype: unknown key; "),
+        ("rollout.engine_arguments={calculate_kv_scales: true}", "rollout.engine_arguments.calculate_kv_scales: unkn"),
+        ("actor.megatron_arguments={fp8: hybrid}", "actor.megatron_arguments.fp8: unknown key; "),
+        ("reference.megatron_arguments={fp8_recipe: mxfp8}", "reference.megatron_arguments.fp8_recipe: unknown key; "),
+        ("actor.megatron_arguments={fp4: e2m1}", "actor.megatron_arguments.fp4: unknown key; "),
+        ("actor.megatron={override_transformer_config: {fp8_param: true}}", "fp8_param: unknown key; "),
+        ("actor.load_in_8bit=true", "actor.load_in_8bit: unknown key; "),
+        ("actor.dtype=fp8", "actor.dtype = 'fp8': input should be 'float32' or 'bfloat16'; "),
+        ("actor.dtype=float8_e4m3fn", "actor.dtype = 'float8_e4m3fn': "),
+        ("generation={vllm_cfg: {quantization_config: {bits: 8}}}", "quantization_config"),
+    ],
+)
+def test_fp8_is_refused_with_the_reason(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(override)
+    assert key in str(refused.value) and "FP8 and other quantised formats are not supported" in str(refused.value)
+
+
+@pytest.mark.parametrize("override", ["actor.dtype=float64", "actor.lr8=1", "rollout.engine_arguments={dtype: half}"])
+def test_other_mistakes_are_not_taken_for_fp8(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(override)
+    assert "quantised" not in str(refused.value)
+
+
+def test_the_kernel_of_attention_is_one_of_two() -> None:
+    config = read("actor.megatron_arguments={attention_backend: fused}")
+    assert config.vendor_lines() == ["actor.megatron_arguments: attention_backend=fused"]
+    with pytest.raises(ConfigError, match="attention_backend = 'unfused': input should be 'flash' or 'fused'"):
+        read("actor.megatron_arguments={attention_backend: unfused}")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.old_keys import MOVED, moved_to
-from hybridflow.config.other_trainers import algorithm_hint, hint, leaves
+from hybridflow.config.other_trainers import NOT_QUANTISED, algorithm_hint, hint, is_quantisation, leaves
 from hybridflow.config.sampling import REPLACED, PromptLengthConfig, SamplingConfig
 
 
@@ -28,7 +28,8 @@ def explanation(error: ValidationError, model: type[BaseModel], path: str | Path
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
-            lines.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+            reason = f"; {NOT_QUANTISED}" if is_quantisation(str(problem["input"])) else ""
+            lines.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{reason}")
     return "\n".join(f"{path}: {line}" for line in lines)
 
 

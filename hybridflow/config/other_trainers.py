@@ -13,6 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hybridflow.config import other_fixed_trainers
 
+_QUANTISATION = r"(?<![a-z])(mx|nv)?(fp|float|int)[48](?!\d)|quanti[sz]|quant_|kv_cache_dtype|kv_scales|in_[48]bit"
+NOT_QUANTISED = "FP8 and other quantised formats are not supported, neither in weights and KV cache nor in training: "
+NOT_QUANTISED += "trainer and engine share one copy of the weights, in ROLE.dtype, and their log-probs are compared"
+
 ROLE = "ROLE"  # in a key of ours: the model or engine that the path of the foreign key speaks of
 _ROLES = (  # a word in the path -> the role, the first that is found
     ("critic", "critic"),
@@ -340,10 +344,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     ("ROLE.num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", ""),
     ("ROLE.num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", ""),
+    ("ROLE.megatron_arguments.attention_backend", "attention_backend", "flash or fused"),
     (
         "",
         "override_ddp_config override_mcore_model_config override_model_config "
-        "override_optimizer_config recompute_method recompute_num_layers recompute_modules attention_backend "
+        "override_optimizer_config recompute_method recompute_num_layers recompute_modules "
         "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
         "gradient_accumulation_fusion persist_layer_norm deallocate_pipeline_outputs overlap_grad_reduce "
         "overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
@@ -468,7 +473,12 @@ def hint(path: Sequence[str], *, fixed: bool = False) -> str | None:
             if fixed and own is None and any(_is_absent(key) for key in ours.split()):
                 return other_fixed_trainers.NOTHING
             return note if not ours else f"here it is {' and '.join(ours.split())}" + (f" ({note})" if note else "")
-    return None
+    return NOT_QUANTISED if any(map(is_quantisation, path)) else None
+
+
+def is_quantisation(name: str) -> bool:
+    """Whether the name of a key, or of a number format, is of FP8 or another quantised format."""
+    return re.search(_QUANTISATION, name, re.IGNORECASE) is not None
 
 
 def _is_absent(key: str) -> bool:
@@ -493,7 +503,7 @@ def leaves(tree: object, path: tuple[str, ...], *, fixed: bool = False) -> Itera
     """
     within = tree if isinstance(tree, Mapping) else {}
     is_known = hint(path, fixed=fixed) is not None
-    own = [key for key in within if not is_known or f"{path[-1]}.{key}" in TABLE]
+    own = [key for key in within if not is_known or f"{path[-1]}.{key}" in TABLE or is_quantisation(str(key))]
     for key in own:
         yield from leaves(within[key], (*path, str(key)), fixed=fixed)
     if len(own) < len(within) or not within:

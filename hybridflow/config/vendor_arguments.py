@@ -49,12 +49,14 @@ class EngineArguments(VendorArguments):
 class MegatronArguments(VendorArguments):
     """Arguments of a model, by the names of megatron-core's TransformerConfig."""
 
+    attention_backend: Literal["flash", "fused"] | None = None
+    """flash or null: flash attention of torch, 3 where it is there and right, else 2. fused: that of cuDNN."""
     batch_p2p_comm: bool | None = None
     """Whether a pipeline stage sends and receives in one batched call."""
     deallocate_pipeline_outputs: bool | None = None
     """Whether a stage frees what has been sent on."""
     gradient_accumulation_fusion: bool | None = None
-    """Whether apex adds gradients within the product of matrices. null: where apex is there."""
+    """Whether Transformer Engine or apex adds gradients within the product of matrices. null: where one is there."""
     memory_efficient_layer_norm: bool | None = None
     """Whether norms of Transformer Engine keep their output in place of their input."""
     microbatch_group_size_per_vp_stage: PositiveInt | None = None

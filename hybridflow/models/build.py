@@ -27,6 +27,7 @@ from hybridflow.models.attention import (
     PackedAttention,
 )
 from hybridflow.models.experts import MixtureOfExperts, SigmoidRouter
+from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import mark
 from hybridflow.models.micro_batch import MicroBatch
@@ -60,7 +61,7 @@ class PackedModel(LanguageModule):
             self.embedding = _embedding(config, spec, grid.groups.tp)
         self.decoder = TransformerBlock(
             config,
-            block_spec(spec, self.layers, config.params_dtype, grid.place("experts")),
+            block_spec(spec, self.layers, config, grid.place("experts")),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=grid.groups,
@@ -85,6 +86,9 @@ class PackedModel(LanguageModule):
         self._position_offset, rotary = spec.traits.position_offset, spec.rotary()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.rotary = None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
+
+    def _set_attention_backend(self) -> None:
+        """Not by megatron, which would set variables of Transformer Engine's attention for the whole process."""
 
     def _checked_layers(self) -> list[TransformerLayer]:
         """Those that the layout has here. Each mixes tokens by our attention, which knows where packed sequences end.
@@ -150,7 +154,7 @@ class PolicyModel(PackedModel):
         self.output_layer = OutputLayer(
             spec.embedding_size,
             spec.padded_vocab_size,
-            config=self.config,
+            config=output_layer_config(self.config),
             tied=self.pre_process and self.share_embeddings_and_output_weights,
             tp_group=self.pg_collection.tp,
         )

@@ -4,7 +4,7 @@ What decides is elsewhere: `build` (layers, gradient accumulation), `attention`,
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ import megatron.core.optimizer as megatron_optimizer
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
+from hybridflow.models.attention_backends import why_not_flash3
 from hybridflow.parallel.device import FIRST_WITH_FLASH
 
 OptimizerSource = Literal["Transformer Engine", "apex", "torch"]
@@ -25,18 +26,21 @@ class KernelFacts:
     no_gradient_accumulation: str | None
     capability: tuple[int, int]
     flash_built: bool  # torch was built with flash attention
-    flash_activated: str | None  # another one that somebody has activated in torch, as FA3
+    flash_activated: str | None  # another one that is active in torch, as FA3
+    no_flash3: str | None  # why it is not; None where it is active
     optimizer: OptimizerSource
 
 
 def kernel_facts() -> KernelFacts:
     """Asks the packages and the GPU: for CUDA alone."""
+    no_flash3 = why_not_flash3()  # or activates it
     return KernelFacts(
         no_transformer_engine=why_not("transformer_engine"),
         no_gradient_accumulation=why_not("fused_weight_gradient_mlp_cuda"),
         capability=torch.cuda.get_device_capability(),
         flash_built=torch.backends.cuda.is_flash_attention_available(),
         flash_activated=current_flash_attention_impl(),
+        no_flash3=no_flash3,
         optimizer=optimizer_source(vars(megatron_optimizer)["Adam"]),
     )
 
@@ -57,9 +61,12 @@ def optimizer_source(adam: type) -> OptimizerSource:
     return sources.get(package, "torch")
 
 
-def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str], *, adam: bool) -> str:
-    """dtypes: of the models of the run by their names. adam: whether one of them is trained by it."""
-    parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes)]
+def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str], *, adam: bool, fused: Collection[str] = ()) -> str:
+    """dtypes: of the models of the run by their names. adam: whether one of them is trained by it.
+
+    fused: models that ask for cuDNN's attention.
+    """
+    parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes, fused)]
     return "kernels for training: " + "; ".join(parts + [_optimizer(facts)] * adam)
 
 
@@ -70,15 +77,23 @@ def _layers(facts: KernelFacts) -> str:
 
 
 def _gradient_accumulation(facts: KernelFacts) -> str:
-    if facts.no_gradient_accumulation is None:
-        return "gradient accumulation fused by apex"
-    return f"gradient accumulation not fused, which takes apex ({facts.no_gradient_accumulation})"
+    engine, missing = facts.no_transformer_engine is None, facts.no_gradient_accumulation
+    if missing is None:
+        return "gradient accumulation fused by " + ("Transformer Engine and apex" if engine else "apex")
+    if engine:
+        return (
+            f"gradient accumulation fused by Transformer Engine, but for the output layer, which takes apex ({missing})"
+        )
+    return f"gradient accumulation not fused, which takes Transformer Engine or apex ({missing})"
 
 
-def _attention(facts: KernelFacts, dtypes: Mapping[str, str]) -> list[str]:
+def _attention(facts: KernelFacts, dtypes: Mapping[str, str], fused: Collection[str]) -> list[str]:
     parts, whole = [], [name for name, dtype in dtypes.items() if dtype == "float32"]
-    if len(whole) < len(dtypes):
+    by_cudnn = [name for name in dtypes if name in fused and name not in whole]
+    if len(whole) + len(by_cudnn) < len(dtypes):
         parts.append(f"attention by {_flash(facts)}")
+    if by_cudnn:
+        parts.append(f"attention of {', '.join(by_cudnn)} by cuDNN through Transformer Engine")
     if whole:
         parts.append(f"attention of {', '.join(whole)} by torch's scaled_dot_product_attention (flash takes 16 bits)")
     return parts
@@ -86,13 +101,13 @@ def _attention(facts: KernelFacts, dtypes: Mapping[str, str]) -> list[str]:
 
 def _flash(facts: KernelFacts) -> str:
     if facts.flash_activated is not None:
-        return f"flash attention {facts.flash_activated.removeprefix('FA')}, activated in torch"
+        return f"flash attention {facts.flash_activated.removeprefix('FA')}, active in torch"
     if not facts.flash_built:
         return "flash attention, which this torch was not built with: training will fail"
     if facts.capability < FIRST_WITH_FLASH:
         have, least = (".".join(map(str, version)) for version in (facts.capability, FIRST_WITH_FLASH))
         return f"flash attention, for which compute capability {have} is below {least}: training will fail"
-    return "flash attention 2 of torch (torch's flash attention 3 is a prototype and not used)"
+    return f"flash attention 2 of torch (not 3: {facts.no_flash3})"
 
 
 def _optimizer(facts: KernelFacts) -> str:

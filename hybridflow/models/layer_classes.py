@@ -1,11 +1,13 @@
 """The classes of layers and the functions of attention for this device: chosen once, when a model is built."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available as HAVE_APEX
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hybridflow.cpu import attention as cpu_attention
@@ -15,12 +17,12 @@ from hybridflow.models.attention import (
     AttentionFunctions,
     GroupedSelfAttention,
     by_length_or_merged,
-    flash_or_exact,
     halves,
     neighbours,
     rotation,
 )
-from hybridflow.models.layers import RMSNorm, SwiGLU
+from hybridflow.models.attention_backends import attend_on_gpus
+from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.parallel.device import uses_cuda
 
@@ -48,33 +50,47 @@ class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
 
 
 IN_C = LayerClasses(RMSNormInC, SwiGLUInC, SelfAttentionInC, cpu_layers.SummingLayer)
+ON_GPUS = LayerClasses(swiglu=CompiledSwiGLU)
 
 
 def layer_classes() -> LayerClasses:
     """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
-    return LayerClasses() if uses_cuda() or library() is None else IN_C
+    if uses_cuda():
+        return ON_GPUS
+    return LayerClasses() if library() is None else IN_C
 
 
 def has_transformer_engine() -> bool:
     return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
 
 
-def device_arguments(*, gated: bool) -> dict[str, Any]:
-    """Of megatron's TransformerConfig. gated: the activation of the model's MLPs."""
-    engine = has_transformer_engine()
+def device_arguments(*, engine: bool, gated: bool) -> dict[str, Any]:
+    """Of megatron's TransformerConfig. engine: layers are Transformer Engine's. gated: the activation of the MLPs."""
     return {
         "use_cpu_initialization": not uses_cuda(),
-        "gradient_accumulation_fusion": uses_cuda() and _grad_accum_fusion_available,  # apex
+        "gradient_accumulation_fusion": engine or (uses_cuda() and HAVE_APEX),  # see `output_layer_config`
         "bias_activation_fusion": engine and gated,
         "use_te_activation_func": not engine,  # what megatron calls an activation that the layer spec names
     }
 
 
-def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
-    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
+def output_layer_config(config: TransformerConfig) -> TransformerConfig:
+    """Of the output layer, which is megatron's own: there apex alone adds gradients within the product.
+
+    Transformer Engine's layers do so themselves. megatron has one argument for both.
+    """
+    if not config.gradient_accumulation_fusion or HAVE_APEX:
+        return config
+    found = copy.copy(config)
+    found.gradient_accumulation_fusion = False
+    return found
+
+
+def attention_functions(dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash") -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions. backend: on GPUs."""
     by_torch = rotation(neighbours if interleaved else halves)
     if uses_cuda():
-        return AttentionFunctions(flash_or_exact(dtype), by_torch)
+        return AttentionFunctions(attend_on_gpus(dtype, backend), by_torch)
     if library() is None:
         kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
         return AttentionFunctions(by_length_or_merged(kernel), by_torch)

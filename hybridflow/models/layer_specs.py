@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -79,7 +80,7 @@ def transformer_config(
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
-        **device_arguments(gated=traits.gated),
+        **device_arguments(engine=_has_engine_layers(spec), gated=traits.gated),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -89,7 +90,10 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
         **RECOMPUTE[recompute],
     )
-    return TransformerConfig(**{**ours, **(arguments or {})})
+    theirs = dict(arguments or {})
+    if "attention_backend" in theirs:
+        theirs["attention_backend"] = AttnBackend[theirs["attention_backend"]]
+    return TransformerConfig(**{**ours, **theirs})
 
 
 def _expert_config(spec: ModelSpec) -> dict[str, Any]:
@@ -102,21 +106,26 @@ def _expert_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def block_spec(
-    spec: ModelSpec, layers: tuple[int, ...], dtype: torch.dtype, place: Place
+    spec: ModelSpec, layers: tuple[int, ...], config: TransformerConfig, place: Place
 ) -> TransformerBlockSubmodules:
     """place: which part of the experts this rank has."""
     norm = LayerNorm if spec.traits.norm_eps else layer_classes().rms_norm
     kinds = [spec.layer_kind(layer) for layer in layers]
-    by_kind = {kind: _layer_spec(spec, kind, norm, dtype, place) for kind in dict.fromkeys(kinds)}
+    by_kind = {kind: _layer_spec(spec, kind, norm, config, place) for kind in dict.fromkeys(kinds)}
     final = None if spec.post_norm else ModuleSpec(norm)
     return TransformerBlockSubmodules(layer_specs=[by_kind[kind] for kind in kinds], layer_norm=final)
 
 
+def _has_engine_layers(spec: ModelSpec) -> bool:
+    """Transformer Engine's, which have a norm in front of every linear layer."""
+    return has_transformer_engine() and not spec.post_norm
+
+
 def _layer_spec(
-    spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], dtype: torch.dtype, place: Place
+    spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], config: TransformerConfig, place: Place
 ) -> ModuleSpec:
     traits, classes = spec.traits, layer_classes()
-    if has_transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
+    if _has_engine_layers(spec):
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
         )
@@ -134,7 +143,8 @@ def _layer_spec(
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
     assert isinstance(parts.self_attention, ModuleSpec)
     parts.self_attention.module = classes.self_attention
-    functions = attention_functions(dtype, interleaved=traits.rotary_interleaved)
+    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
+    functions = attention_functions(config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend)
     core = ModuleSpec(PackedAttention, params={"functions": functions})
     _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = core
     found: ModuleSpec = layer

@@ -1,12 +1,13 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
 RMSNorm and SwiGLU are each one autograd function that keeps only the input, of half as many operations as autograd
-would record. `build` may give them other functions of the same gradients.
+would record. `layer_classes` may choose other functions of the same gradients.
 """
 
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -108,3 +109,23 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.function.apply(x)
         return y
+
+
+class CompiledSwiGLUFunction(torch.autograd.Function):
+    """By megatron's expressions, each of which torch compiles to one kernel: experts have no other fused activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y: Tensor = swiglu(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad_x: Tensor = swiglu_back(grad, x)
+        return grad_x
+
+
+class CompiledSwiGLU(SwiGLU):
+    function = CompiledSwiGLUFunction

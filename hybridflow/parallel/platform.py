@@ -153,7 +153,7 @@ def overlaps_exchanges() -> bool:
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """On a CPU layers add gradients to the buffers as they multiply; on CUDA the layers' config asks apex for that."""
+    """On a CPU layers add gradients to the buffers as they multiply; on CUDA the layers' config asks for that."""
     if not uses_cuda():
         weight_gradients.fuse(model)
 

@@ -1,9 +1,9 @@
 """Log-probabilities and entropy of logits that are split over the vocabulary.
 
 megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites the input;
-here the group is given. Work goes in chunks of rows, so that no float32 copy of all logits ever exists: what is kept
-for the backward pass are the logits themselves, and the backward pass writes their gradient over them. Where even they
-are too many, `models.output_layer` makes them in chunks, too.
+here the group is given. No float32 copy of all logits ever exists: kernels make none, and torch works in chunks of
+rows. What is kept for the backward pass are the logits themselves, and the backward pass writes their gradient over
+them. Where even they are too many, `models.output_layer` makes them in chunks, too.
 
 With z = logits / temperature, m = max z, over the true vocabulary (padding columns take no part):
     log p(y) = z_y - logsumexp(z)            H = logsumexp(z) - sum_j p_j z_j
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from hybridflow.cpu import log_probs as cpu
 from hybridflow.cpu.kernels.library import library
+from hybridflow.parallel import vocab_triton
 from hybridflow.parallel.device import uses_cuda
 
 Temperature = float | Tensor  # of all rows, or (R,)
-# logits handled at a time, by device, of which float32 copies exist, two forward and three backward: on a CPU 4 MiB
-# each, which stay in caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else
-# take longer than they
+# logits that torch handles at a time, by device, of which float32 copies exist, two forward and three backward: on a
+# CPU 4 MiB each, which stay in caches; on a GPU without Triton 256 MiB each: a chunk takes some twenty kernels, whose
+# launches would else take longer than they
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 FORWARD_COPIES, BACKWARD_COPIES = 2, 3
 LOGITS_AT_ONCE = 1 << 28  # that exist: 512 MiB in bfloat16, 1 GiB in float32
@@ -64,9 +65,11 @@ class VocabKernels(NamedTuple):
 
 
 def vocab_kernels() -> VocabKernels:
-    """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
-    if uses_cuda() or library() is None:
-        return by_torch("cuda" if uses_cuda() else "cpu")
+    """By the device: on a GPU where Triton is there, on a CPU where kernels in C are, on which ranks have agreed."""
+    if uses_cuda():
+        return BY_TRITON if vocab_triton.HAS_TRITON else by_torch("cuda")
+    if library() is None:
+        return by_torch("cpu")
     return VocabKernels(cpu.partial_sums, cpu.gradients)
 
 
@@ -168,6 +171,9 @@ def _below(peak: Tensor, own: Tensor, sums: Tensor, mine: Tensor) -> Tensor:
     # a rank without columns is infinitely below the others, and has nothing to add
     weighted = torch.where(factor > 0, (weighted + exp_sum * lower) * factor, 0.0)
     return torch.stack((exp_sum * factor, weighted, torch.where(mine, target + lower, 0.0)))
+
+
+BY_TRITON = VocabKernels(vocab_triton.partial_sums, vocab_triton.gradients)
 
 
 # ------------------------------------------------------------------------------------------------ by torch

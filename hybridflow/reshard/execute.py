@@ -9,20 +9,28 @@ On the way back training storages are filled from the engine's memory, without c
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.architecture.permutations import Order
 from hybridflow.architecture.tied_head import EMBEDDING
 from hybridflow.architecture.weights import LM_HEAD, Weight
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Reads, Traffic
 from hybridflow.models.memory import storages
-from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, copy_pieces, permute_blocks
-from hybridflow.reshard.memory import OwnMemory, moves
+from hybridflow.reshard.kernel import (
+    BY_TRITON,
+    Copy,
+    Mover,
+    Stacks,
+    as_matrix,
+    prepared_copies,
+    prepared_permutation,
+)
+from hybridflow.reshard.memory import OwnMemory, Resized, moves
 from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.reserved import AddressSpace
@@ -34,7 +42,11 @@ def select_mover(device: torch.device) -> Mover:
     if device.type == "cuda":
         return BY_TRITON
     permute = cpu_mover.permute_by_torch if library() is None else cpu_mover.permute_in_c
-    return Mover(permute, cpu_mover.copy_each)
+
+    def permutation(groups: Sequence[Stacks]) -> Callable[[], int]:
+        return lambda: max((permute(stacks, order) for stacks, order in groups), default=0)
+
+    return Mover(permutation, lambda copies: partial(cpu_mover.copy_each, copies))
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,7 @@ class WeightReshard:
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device, self._mover = dtype, device, select_mover(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
+        self._stagings: dict[tuple[int, ...], _Staging] = {}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
         steps = (
@@ -85,7 +98,17 @@ class WeightReshard:
         self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
         self._reads = Reads([step.traffic for step in self._steps], group) if reads and device.type == "cpu" else None
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
+        weights_and_orders = [(self._weights[o.weight.megatron], o.order) for o in self._permuted]
+        self._permute = prepared_permutation(weights_and_orders, self._mover)
+        self._permute_back = prepared_permutation([(x, inverse(order)) for x, order in weights_and_orders], self._mover)
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
+        copies = {name: pairs for step in self._steps for name, pairs in step.copies.items()}
+        self._restores = [
+            prepared_copies(
+                [(training, engine) for name in move.names for engine, training in copies[name]], self._mover
+            )
+            for move in self._moves
+        ]
         assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
         self._elsewhere = {w.engine: self._dtype_of(w) for bucket in plan.buckets for w in bucket}
@@ -125,8 +148,11 @@ class WeightReshard:
             for message in traffic.receives
             for parcel in parcels_of(message.pieces)
         ]
+        copies = {o.weight.megatron: self._own_copies(o, memory.tensors[o.weight.megatron]) for o in own}
+        fill = prepared_copies([copy for pairs in copies.values() for copy in pairs], self._mover)
         memory.release()
-        return _Step([weight.megatron for weight in bucket], memory, Traffic(receives, contents, sends))
+        names = [weight.megatron for weight in bucket]
+        return _Step(names, memory, copies=copies, fill=fill, traffic=Traffic(receives, contents, sends))
 
     def _dtype_of(self, weight: Weight) -> torch.dtype:
         """Alike in a bucket."""
@@ -147,7 +173,7 @@ class WeightReshard:
         exchange = self._exchange if self._reads is None else self._reads.begin(self._exchange)
         for step in self._steps:
             self._changed(step.memory.allocate())
-            copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)], self._mover)
+            step.fill()
             received, sent = exchange(step.traffic)
             for move in [move for move in pending if pending[move] & set(step.names)]:
                 pending[move] -= set(step.names)
@@ -159,27 +185,25 @@ class WeightReshard:
                 bytes_sent=cost.bytes_sent + sent,
             )
         assert not any(pending.values()), f"weights in no bucket: {pending}"
-        self._permute([o.order for o in self._permuted])  # last: other ranks get rows in the trainer's order
+        self._permuted_by(self._permute)  # last: other ranks get rows in the trainer's order
         return replace(cost, bytes_permuted=self._bytes(self._permuted))
 
     def _restore_trainer(self) -> ReshardCost:
         needed = {name for move in self._moves for name in move.names}
         waiting = [step for step in self._steps if step.memory.operations]
         waiting = self._release_unneeded(waiting, needed)
-        for move in reversed(self._moves):
+        for move, restore in zip(reversed(self._moves), reversed(self._restores), strict=True):
             self._changed(move.allocate())
-            copies = [copy for o in move.operations for copy in self._own_copies(o)]
-            copy_pieces([(training, engine) for engine, training in copies], self._mover)
+            restore()
             needed -= set(move.names)
             waiting = self._release_unneeded(waiting, needed)
         assert not waiting, "engine memory that nothing was restored from"
-        self._permute([inverse(o.order) for o in self._permuted])
+        self._permuted_by(self._permute_back)
         return ReshardCost(0.0, bytes_permuted=self._bytes(self._permuted))
 
-    def _permute(self, orders: list[Order]) -> None:
+    def _permuted_by(self, permutation: Callable[[], int]) -> None:
         """Those that are permuted in place."""
-        weights = [self._weights[o.weight.megatron] for o in self._permuted]
-        self._peak = max(self._peak, self._live + permute_blocks(zip(weights, orders, strict=True), self._mover))
+        self._peak = max(self._peak, self._live + permutation())
 
     def _release_unneeded(self, steps: list["_Step"], needed: set[str]) -> list["_Step"]:
         """Release the engine's memory of the steps that no training storage is to be restored from; the others."""
@@ -188,11 +212,14 @@ class WeightReshard:
                 self._changed(step.memory.release())
         return [step for step in steps if needed & set(step.memory.tensors)]
 
-    def _own_copies(self, operation: Operation) -> list[Copy]:
-        """(engine, training) rectangles of what this rank holds of an engine's shard."""
+    def _own_copies(self, operation: Operation, own: Tensor) -> list[Copy]:
+        """(engine, training) rectangles of what this rank holds of an engine's shard.
+
+        own: memory of the engine, which is there: of released memory no views can be made.
+        """
         name = operation.weight.megatron
         return [
-            (_target(self._own[name], piece), _source(self._weights[name], piece))
+            (as_matrix(_target(own, piece)), as_matrix(_source(self._weights[name], piece)))
             for source, piece in operation.pieces
             if source == self._rank
         ]
@@ -204,24 +231,29 @@ class WeightReshard:
         receives, contents, sends = traffic
         if not receives and not sends:
             return 0, 0
-        outgoing = {i: _contiguous(contents[i], self._mover) for i in dict.fromkeys(i for _, i in sends)}
-        incoming = [_contiguous_target(parts) for _, parts in receives]
-        staged = sum(x.nbytes for i, x in outgoing.items() if x is not contents[i][0])
-        staged += sum(x.nbytes for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0])
-        self._changed(staged)
-        operations = [dist.P2POp(dist.isend, outgoing[i], peer, self._group) for peer, i in sends]
+        sent = list(dict.fromkeys(i for _, i in sends))
+        outgoing = self._staging([contents[i] for i in sent], out=True)
+        incoming = self._staging([parts for _, parts in receives], out=False)
+        self._changed(outgoing.allocate() + incoming.allocate())
+        outgoing.copy()
+        content_of = dict(zip(sent, outgoing.tensors, strict=True))
+        operations = [dist.P2POp(dist.isend, content_of[i], peer, self._group) for peer, i in sends]
         operations += [
-            dist.P2POp(dist.irecv, x, peer, self._group) for x, (peer, _) in zip(incoming, receives, strict=True)
+            dist.P2POp(dist.irecv, x, peer, self._group)
+            for x, (peer, _) in zip(incoming.tensors, receives, strict=True)
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-        staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0]]
-        unpacked = [copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)]
-        copy_pieces(unpacked, self._mover)
-        received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in sends)
-        del operations, outgoing, incoming, staged_parts, unpacked
-        self._changed(-staged)
-        return received, sent
+        incoming.copy()
+        self._changed(outgoing.release() + incoming.release())
+        return sum(x.nbytes for x in incoming.tensors), sum(content_of[i].nbytes for _, i in sends)
+
+    def _staging(self, contents: list[list[Tensor]], *, out: bool) -> "_Staging":
+        """Made once for the same contents, which the steps keep. out: they are sent."""
+        key = tuple(map(id, contents))
+        if key not in self._stagings:
+            self._stagings[key] = _Staging(contents, self._mover, out=out)
+        return self._stagings[key]
 
     def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
         """(contents, (peer, index of the peer's content)): a content for several peers is held once."""
@@ -261,6 +293,8 @@ class _Step:
 
     names: list[str]
     memory: OwnMemory
+    copies: dict[str, list[Copy]]  # of this rank, by weight: (engine, training)
+    fill: Callable[[], object]  # makes them
     traffic: Traffic
 
 
@@ -276,21 +310,35 @@ def _source(x: Tensor, piece: Piece) -> Tensor:
     return rows if x.dim() == 1 else rows[:, piece.source_column : piece.source_column + piece.columns]
 
 
-def _contiguous(parts: list[Tensor], mover: Mover) -> Tensor:
-    """The parts one after the other: the part itself where there is one of neighbouring elements, else a copy."""
-    buffer = _contiguous_target(parts)
-    if buffer is not parts[0]:
-        copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)), mover)
-    return buffer
+class _Staging:
+    """Contents that travel, each as one tensor: a single part of neighbouring elements as it lies, others as a buffer.
 
+    Buffers are there between `allocate` and `release`. copy: fills them from the parts or, incoming, the other way.
+    """
 
-def _contiguous_target(parts: list[Tensor]) -> Tensor:
-    """Where the parts can be received at once: the part itself, or a buffer."""
-    if len(parts) == 1 and parts[0].is_contiguous():
-        return parts[0]
-    return parts[0].new_empty(sum(part.numel() for part in parts))
+    def __init__(self, contents: list[list[Tensor]], mover: Mover, *, out: bool) -> None:
+        self.tensors: list[Tensor] = []
+        self._memories: list[Resized] = []
+        copies: list[Copy] = []
+        for parts in contents:
+            tensor = parts[0]
+            if len(parts) > 1 or not tensor.is_contiguous():
+                self._memories.append(Resized(sum(part.nbytes for part in parts), tensor.device))
+                tensor = self._memories[-1].tensor().view(tensor.dtype)
+                pairs = zip(tensor.split([part.numel() for part in parts]), parts, strict=True)
+                copies += [(flat.view(part.shape), part) for flat, part in pairs]
+            self.tensors.append(tensor)
+        self.copy = prepared_copies(copies if out else [(part, flat) for flat, part in copies], mover)
+        self.release()
 
+    def allocate(self) -> int:
+        """Bytes more."""
+        for memory in self._memories:
+            memory.map()
+        return sum(memory.size for memory in self._memories)
 
-def _packed(buffer: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """The parts in a buffer, each in the part's shape."""
-    return [flat.view(part.shape) for flat, part in zip(buffer.split([x.numel() for x in parts]), parts, strict=True)]
+    def release(self) -> int:
+        """Bytes more: a negative number."""
+        for memory in self._memories:
+            memory.unmap()
+        return -sum(memory.size for memory in self._memories)

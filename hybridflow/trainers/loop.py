@@ -181,4 +181,5 @@ def _kernels(config: RunConfig) -> str:
         return on_cpu
     roles = config.roles()
     adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
-    return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)
+    fused = [name for name, role in roles.items() if role.megatron_arguments.attention_backend == "fused"]
+    return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam, fused=fused)

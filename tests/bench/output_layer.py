@@ -2,8 +2,8 @@
 
     python -m tests.bench.output_layer [--rows 16384] [--json]
 
-One rank of Qwen3-8B's last stage as it runs on a GPU without apex, in bfloat16, on meta tensors: nothing is computed,
-and every storage that an operator makes is counted. Beside it what `hybridflow.plan` counts.
+One rank of Qwen3-8B's last stage as it runs on a GPU without apex and Triton, in bfloat16, on meta tensors: nothing is
+computed, and every storage that an operator makes is counted. Beside it what `hybridflow.plan` counts.
 """
 
 import argparse

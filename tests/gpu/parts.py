@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +21,12 @@ from hybridflow.reshard.execute import select_mover
 from hybridflow.reshard.kernel import copy_pieces, permute_blocks
 from hybridflow.reshard.reserved import Reserved
 from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.gpu.kernel_parts import KERNEL_PARTS, Line
 from tests.launch import torchrun
 from tests.reshard.simulated import SimulatedDevice
 
 NUM_ROUNDS = 10
 Groups = list[tuple[int, tuple[int, ...]]]  # prompts, and what follows each
-
-
-class Line(NamedTuple):
-    name: str
-    value: str
-    right: bool = True
 
 
 def reserved_addresses(device: torch.device, folder: Path) -> list[Line]:
@@ -175,6 +169,7 @@ def loop_with_gathered_weights(device: torch.device, folder: Path) -> list[Line]
 PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
+    *KERNEL_PARTS,
     attention_of_packed_sequences,
     attention_of_shared_prompts,
     training_beside_the_cpu,

@@ -6,6 +6,7 @@ Transformer Engine. FOLDER/FAMILY/{policy,reward} are checkpoints.
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron.core.extensions import transformer_engine
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
-from hybridflow.models import build, layer_classes, pipeline
+from hybridflow.models import build, layer_classes, optimizer, pipeline
 from hybridflow.models.build import PackedModel
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import plain
@@ -38,13 +39,20 @@ def main(folder: Path, out: Path) -> None:
         expected = huggingface_logits(path, prompts, trust_remote_code=False)
         for engine in (True, False):
             chunks = built(spec, grid, platform, engine=engine)
-            found[f"{path.parent.name} {path.name} {engine}"] = seen(spec, chunks, grid, prompts, expected)
+            of_model = seen(spec, chunks, grid, prompts, expected) | {
+                "fused": fused(spec, grid, platform, engine=engine)
+            }
+            found[f"{path.parent.name} {path.name} {engine}"] = of_model
     out.write_text(json.dumps(found))
     platforms.stop()
 
 
-def built(spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool) -> list[PackedModel]:
+def built(
+    spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool, fused: bool | None = False
+) -> list[PackedModel]:
+    """fused: whether gradients are added within products; None: as is chosen. Without buffers they cannot be."""
     options = dict(dtype="float32", sequence_parallel=False, recompute="none", device=platform.device)
+    options |= {} if fused is None else {"arguments": {"gradient_accumulation_fusion": fused}}
     with chosen_as_on_cuda(engine):
         return build.build_model(spec, grid, head=spec.head, **options)
 
@@ -53,6 +61,32 @@ def built(spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool) -> l
 def chosen_as_on_cuda(engine: bool) -> Iterator[None]:
     with mock.patch.multiple(layer_classes, uses_cuda=lambda: True, HAVE_TE=engine):
         yield
+
+
+def fused(spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool) -> dict[str, Any]:
+    """Over three micro-batches: weights whose gradients layers have added, and the largest difference to autograd's."""
+    as_chosen, plain_ones = (
+        gradients(spec, grid, built(spec, grid, platform, engine=engine, fused=choice)) for choice in (None, False)
+    )
+    assert all(bool((x != 0).any()) for x, _ in as_chosen.values())
+    return {
+        "weights": sorted({re.sub(r".*layers\.\d+\.", "", name) for name, (_, added) in as_chosen.items() if added}),
+        "without": sorted(name for name, (_, added) in plain_ones.items() if added),
+        "difference": max(float((x - plain_ones[name][0]).abs().max()) for name, (x, _) in as_chosen.items()),
+    }
+
+
+def gradients(spec: ModelSpec, grid: Grid, chunks: list[PackedModel]) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Of each trained parameter the gradient, and whether a layer has added it."""
+    with mock.patch.object(optimizer, "fuse_weight_gradients", lambda model: None):  # what a CPU does besides
+        wrapped = [
+            optimizer.BucketedDataParallel(chunk, grid, zero1=False, bucket_elements=None, overlap=False)
+            for chunk in chunks
+        ]
+    batches = [packed_micro_batch(random_prompts(spec, seed=seed), torch.device("cpu")) for seed in (1, 2, 3)]
+    pipeline.forward_backward(wrapped, grid, batches, lambda output, _: (plain(output).square().mean(), {}))
+    parameters: Any = {name: x for name, x in chunks[0].named_parameters() if x.requires_grad}
+    return {name: (x.main_grad.clone(), x.grad_added_to_main_grad) for name, x in parameters.items()}
 
 
 def seen(

@@ -7,9 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -24,9 +27,11 @@ from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, Place
+from tests.bench.output_layer import SPEC
 from tests.tiny_models import make_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
+FLOAT32: Any = SimpleNamespace(params_dtype=torch.float32, attention_backend=AttnBackend.auto)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +60,37 @@ def test_the_gradient_of_a_value_is_its_weight(bfloat16_values: dict) -> None:
     assert torch.equal(torch.tensor(bfloat16_values["weight_grad"]), hidden.sum(0, keepdim=True).bfloat16().float())
 
 
+def test_megatron_gets_the_kernel_of_attention_by_its_own_name() -> None:
+    grid: Any = SimpleNamespace(tp=1, pp=1, layout=Layout(1, 1, 1, (0,)))
+    named: dict[str, Any] = {"dtype": "bfloat16", "sequence_parallel": False, "recompute": "none"}
+    for arguments, backend in (({"attention_backend": "fused"}, AttnBackend.fused), ({}, AttnBackend.auto)):
+        config = layer_specs.transformer_config(SPEC, grid, **named, arguments=arguments)
+        assert config.attention_backend is backend
+
+
+@pytest.mark.parametrize(
+    ("cuda", "engine", "apex", "layers", "output_layer"),
+    [
+        (False, False, False, False, False),
+        (True, False, False, False, False),
+        (True, False, True, True, True),
+        (True, True, False, True, False),
+        (True, True, True, True, True),
+    ],
+)
+def test_who_adds_gradients_within_products(
+    cuda: bool, engine: bool, apex: bool, layers: bool, output_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's layers need no apex; the output layer, which is megatron's, does."""
+    monkeypatch.setattr(layer_classes, "uses_cuda", lambda: cuda)
+    monkeypatch.setattr(layer_classes, "HAVE_APEX", apex)
+    found = layer_classes.device_arguments(engine=engine, gated=True)["gradient_accumulation_fusion"]
+    config: Any = SimpleNamespace(gradient_accumulation_fusion=found)
+    assert found == layers
+    assert layer_classes.output_layer_config(config).gradient_accumulation_fusion == output_layer
+    assert config.gradient_accumulation_fusion == layers, "the layers' config stays"
+
+
 def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +99,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(layer_classes, "uses_cuda", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
-    (layer,) = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0)).layer_specs
+    (layer,) = layer_specs.block_spec(spec, (0,), FLOAT32, Place(1, 0)).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
     assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
 
@@ -123,7 +159,7 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(layer_classes, "has_transformer_engine", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="opt_350m", tied=True) / "policy")
-    block = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0))
+    block = layer_specs.block_spec(spec, (0,), FLOAT32, Place(1, 0))
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp

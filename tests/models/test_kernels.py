@@ -9,33 +9,49 @@ import torch
 
 from hybridflow.models.kernels import KernelFacts, kernel_line, optimizer_source, why_not
 
-ALL = KernelFacts(None, None, (9, 0), True, None, "Transformer Engine")
-NONE = KernelFacts("No module named 'transformer_engine'", "undefined symbol: _ZN3c10", (9, 0), True, None, "torch")
+ALL = KernelFacts(None, None, (9, 0), True, "FA3", None, "Transformer Engine")
+NONE = KernelFacts(
+    "No module named 'transformer_engine'",
+    "undefined symbol: _ZN3c10",
+    (9, 0),
+    flash_built=True,
+    flash_activated=None,
+    no_flash3="No module named 'flash_attn_interface'",
+    optimizer="torch",
+)
 BOTH = {"actor": "bfloat16", "critic": "bfloat16"}
 
 
 def test_everything_is_there() -> None:
     assert kernel_line(ALL, BOTH, adam=True) == (
-        "kernels for training: layers of Transformer Engine; gradient accumulation fused by apex; attention by flash "
-        "attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam of Transformer Engine"
+        "kernels for training: layers of Transformer Engine; gradient accumulation fused by Transformer Engine and "
+        "apex; attention by flash attention 3, active in torch; Adam of Transformer Engine"
     )
 
 
 def test_what_is_not_taken_is_said_with_its_reason() -> None:
     assert kernel_line(NONE, BOTH, adam=True) == (
         "kernels for training: layers of megatron without Transformer Engine (No module named 'transformer_engine'); "
-        "gradient accumulation not fused, which takes apex (undefined symbol: _ZN3c10); attention by flash attention "
-        "2 of torch (torch's flash attention 3 is a prototype and not used); Adam of torch, fused (Transformer Engine "
-        "and apex have none here)"
+        "gradient accumulation not fused, which takes Transformer Engine or apex (undefined symbol: _ZN3c10); "
+        "attention by flash attention 2 of torch (not 3: No module named 'flash_attn_interface'); Adam of torch, fused "
+        "(Transformer Engine and apex have none here)"
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"flash_activated": "FA3"}, "attention by flash attention 3, activated in torch;"),
-        ({"capability": (7, 5)}, "for which compute capability 7.5 is below 8.0: training will fail;"),
-        ({"flash_built": False}, "which this torch was not built with: training will fail;"),
+        (
+            {"no_gradient_accumulation": "No module named 'x'"},
+            "fused by Transformer Engine, but for the output layer, which takes apex (No module named 'x');",
+        ),
+        ({"no_transformer_engine": "none"}, "gradient accumulation fused by apex;"),
+        ({"flash_activated": "FA4"}, "attention by flash attention 4, active in torch;"),
+        (
+            {"flash_activated": None, "capability": (7, 5)},
+            "for which compute capability 7.5 is below 8.0: training will fail;",
+        ),
+        ({"flash_activated": None, "flash_built": False}, "which this torch was not built with: training will fail;"),
         ({"optimizer": "apex"}, "; Adam of apex"),
     ],
 )
@@ -45,10 +61,17 @@ def test_kinds_of_attention_and_optimizer(changes: dict, said: str) -> None:
 
 def test_attention_of_models_in_float32_is_said_for_them_alone() -> None:
     some = kernel_line(ALL, BOTH | {"reference": "float32"}, adam=True)
-    assert "; attention by flash attention 2" in some
+    assert "; attention by flash attention 3" in some
     assert "; attention of reference by torch's scaled_dot_product_attention (flash takes 16 bits);" in some
     assert "Adam" not in kernel_line(ALL, BOTH, adam=False)
     assert "flash attention" not in kernel_line(ALL, {"actor": "float32"}, adam=True)
+
+
+def test_models_that_ask_for_cudnns_attention_are_named() -> None:
+    some = kernel_line(ALL, BOTH | {"reference": "float32"}, adam=True, fused=["critic", "reference"])
+    assert "by flash attention 3, active in torch; attention of critic by cuDNN through Transformer Engine;" in some
+    assert "attention of reference by torch's" in some
+    assert "flash attention 3" not in kernel_line(ALL, {"actor": "bfloat16"}, adam=True, fused=["actor"])
 
 
 def test_a_package_that_is_there_and_broken_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

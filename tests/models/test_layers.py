@@ -4,11 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import metrics
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hybridflow.models.layer_classes import IN_C, LayerClasses
+from hybridflow.models.layer_classes import IN_C, ON_GPUS, LayerClasses
 
-BOTH = [pytest.param(LayerClasses(), id="torch"), pytest.param(IN_C, id="in C", marks=pytest.mark.compiles)]
+BOTH = [
+    pytest.param(LayerClasses(), id="torch"),
+    pytest.param(IN_C, id="in C", marks=pytest.mark.compiles),
+    pytest.param(ON_GPUS, id="compiled by torch", marks=pytest.mark.compiles),
+]
 
 
 @pytest.fixture(params=BOTH)
@@ -79,3 +84,26 @@ def test_swiglu_literal(classes: LayerClasses):
     out = classes.swiglu(None)(x)
     (grad,) = torch.autograd.grad(out, x, torch.tensor([[4.0]]))
     assert out.tolist() == [[0.0]] and grad.tolist() == [[12.0, 0.0]]
+
+
+@pytest.mark.compiles
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_on_gpus_is_one_kernel_each_way(dtype: torch.dtype) -> None:
+    """As torch compiles it here, for a CPU; with rows that differ it is compiled a second time, for any number."""
+    torch._dynamo.reset()
+    kernels = []
+    for rows in (6, 11, 17):
+        x, grad = draw(rows, 40, seed=rows).to(dtype), draw(rows, 20, seed=1).to(dtype)
+        found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        metrics.reset()
+        out = ON_GPUS.swiglu.function.apply(found)
+        forward = metrics.generated_kernel_count
+        [mine] = gradients(out, [found], grad)
+        kernels.append((forward, metrics.generated_kernel_count - forward))
+        gate, up = exact.chunk(2, dim=-1)
+        expected = gate * torch.sigmoid(gate) * up
+        near = 1e-6 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+        torch.testing.assert_close(mine, gradients(expected, [exact], grad)[0], rtol=near, atol=near)
+    assert kernels == [(1, 1), (1, 1), (0, 0)]

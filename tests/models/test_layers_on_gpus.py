@@ -58,3 +58,9 @@ def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, he
     assert of_model["holds parameters"] == HOLDERS[held][not engine]
     assert of_model["not in the model"] == of_model["without gradient"] == []
     assert of_model["difference"] < 1e-5
+    # Transformer Engine's layers add their weights' gradients to the buffers themselves: without apex nobody else does
+    attention, mlp = ["self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"], ["fc1", "fc2"]
+    has_engine = engine and "TERowParallelLinear" in HOLDERS[held][0]
+    dense = [] if held in ("mixtral", "qwen3_moe") else [f"mlp.linear_{name}.weight" for name in mlp]
+    assert of_model["fused"]["weights"] == (sorted(attention + dense) if has_engine else [])
+    assert of_model["fused"]["without"] == [] and of_model["fused"]["difference"] < 1e-6

@@ -1,9 +1,12 @@
 """Vocabulary-parallel log-probs and entropy against torch.log_softmax in float64: values and gradients.
 
-Tensor parallelism runs in one launch of three ranks, which run this file.
+In C, by torch, and by the Triton kernels in Triton's interpreter, which a process takes from its first import on: a
+process of its own runs this file's tests so. Tensor parallelism runs in one launch of three ranks, which run this file.
 """
 
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.parallel import vocab
+from hybridflow.parallel import vocab, vocab_triton
 from hybridflow.parallel.vocab import vocab_kernels
-from tests.launch import run_ranks
+from tests.launch import ROOT, run_ranks
 
 ROWS, VOCAB, PADDED = 7, 50, 54  # 54 = 2 x 27 = 3 x 18: with 3 ranks the last holds 14 true columns of 18
 TEMPERATURE = 0.7
 HUGE = 1e30
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+BY_TRITON = "by_Triton"
+BFLOAT16 = 2**-7 if INTERPRETS else 2**-8  # the interpreter cuts off where a GPU rounds to the nearest
+WAYS = [BY_TRITON] if INTERPRETS else [pytest.param("in C", marks=pytest.mark.compiles), "by torch"]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +41,12 @@ def world() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True, params=[pytest.param("in C", marks=pytest.mark.compiles), "by torch"])
+@pytest.fixture(autouse=True, params=WAYS)
 def way(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "by torch":
+    if request.param == BY_TRITON:
+        monkeypatch.setattr(vocab, "uses_cuda", lambda: True)
+        monkeypatch.setattr(vocab_triton, "COLUMNS", 16)  # four blocks a row
+    elif request.param == "by torch":
         monkeypatch.setattr(vocab, "library", lambda: None)
     else:
         request.getfixturevalue("needs_kernels")
@@ -173,7 +183,7 @@ def test_bfloat16_logits_lose_only_in_the_rounding_of_the_gradient(world: dist.P
     assert grad.dtype == torch.bfloat16
     assert_near(log_probs, dense_log_probs)
     assert_near(entropy, dense_entropy)
-    torch.testing.assert_close(grad.double(), dense_grad, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(grad.double(), dense_grad, rtol=BFLOAT16, atol=1e-6)
 
 
 @pytest.mark.parametrize(("use_log_probs", "use_entropy"), [(True, False), (False, True)])
@@ -217,6 +227,8 @@ def test_tensor_parallel_two_and_three_equal_dense(tmp_path: Path) -> None:
 
 
 def run_rank(store: str, rank: int) -> None:
+    if INTERPRETS:
+        vocab.uses_cuda = lambda: True
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (1, 2), (0, 1, 2)]}
     mine = {ranks: group for ranks, group in groups.items() if rank in ranks}
@@ -240,7 +252,80 @@ def check_shard(group: dist.ProcessGroup, dtype: torch.dtype, *, vocab_size: int
     assert_near(log_probs, dense_log_probs)
     assert_near(entropy, dense_entropy)
     mine = dense_grad.chunk(group.size(), dim=1)[group.rank()]
-    assert_near(grad, mine, 1e-5 if dtype == torch.float32 else 2**-8)
+    assert_near(grad, mine, 1e-5 if dtype == torch.float32 else BFLOAT16)
+
+
+# ------------------------------------------------------------------------------------------ Triton's kernels
+
+needs_triton = pytest.mark.skipif(not vocab_triton.HAS_TRITON, reason="triton is not installed")
+ALONE = pytest.mark.parametrize("way", ["by torch"], indirect=True)
+
+
+@needs_triton
+@ALONE
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_triton_kernels_pass_these_tests_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", BY_TRITON]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\n2\d passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+@ALONE
+def test_a_gpu_takes_the_triton_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab, "uses_cuda", lambda: True)
+    monkeypatch.setattr(vocab_triton, "HAS_TRITON", True)
+    assert vocab_kernels() is vocab.BY_TRITON
+    monkeypatch.setattr(vocab_triton, "HAS_TRITON", False)
+    sums, _ = vocab_kernels()
+    assert sums.args == ("cuda",) and sums.func is vocab._partial_sums
+
+
+def test_float32_is_within_a_millionth_of_float64(way: None, world: dist.ProcessGroup) -> None:
+    """A vocabulary of 30,001 near zero: log-probs of about -10, entropies of about 10."""
+    generator = torch.Generator().manual_seed(5)
+    logits, targets = torch.randn(4, 30_008, generator=generator), torch.tensor([0, 30_000, 17, 4096])
+    inputs = (logits, targets, torch.ones(4), torch.full((4,), 0.1))
+    found, exact = computed(*inputs, group=world, vocab_size=30_001), reference(*inputs, vocab_size=30_001)
+    for mine, dense in zip(found[:2], exact[:2], strict=True):
+        torch.testing.assert_close(mine.double(), dense, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[2].double(), exact[2], rtol=1e-5, atol=1e-9)
+
+
+def test_the_same_inputs_give_the_same_bits(world: dist.ProcessGroup) -> None:
+    first, second = (computed(*case(), group=world) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_triton
+@ALONE
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_the_kernels_compile_to_wide_accesses_of_each_logit_once(element: str, tmp_path: Path) -> None:
+    """For an H100, of which there need be none: 16 logits a thread, 16 bytes an access, no second read, no spills."""
+    from tests.reshard.test_kernel import compiled, has_tool, resources
+
+    of_rows = dict(targets="*i64", divisors="*fp32")
+    sums = dict(logits=f"*{element}", **of_rows, peak="*fp32", sums="*fp32", rows="i32", columns="i32", stride="i32")
+    names = ("normalizer", "entropy", "grad_log_probs", "grad_entropy")
+    backward = dict(logits=f"*{element}", **of_rows) | dict.fromkeys(names, "*fp32")
+    backward |= dict(columns="i32", all_columns="i32", stride="i32")
+    accesses = 16 * int(element[-2:]) // 128
+    for kernel, arguments, stores in (
+        (vocab_triton.sums_kernel, sums, 0),
+        (vocab_triton.gradients_kernel, backward, accesses),
+    ):
+        aligned = tuple(name for name in arguments if name != "rows")
+        built = compiled(kernel, arguments, {"COLUMNS": 4096}, multiples_of_16=aligned, warps=vocab_triton.WARPS)
+        made = built.asm["ptx"]
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", made)) == accesses, made
+        assert len(re.findall(r"st\.global\S*\.v4\.b32", made)) == stores
+        assert "atom" not in made and "red.global" not in made
+        if has_tool("cuobjdump"):
+            used = resources(built.asm["cubin"], tmp_path)
+            assert used["LOCAL"] == used["STACK"] == 0 and used["REG"] <= 128, used
+        assert not stores or element == "fp32" or re.search(r"cvt\.rn\.(satfinite\.)?bf16", made)
 
 
 if __name__ == "__main__":

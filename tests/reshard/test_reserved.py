@@ -2,6 +2,7 @@
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.placement.reshard import ReshardForecast
+from hybridflow.reshard import execute
 from hybridflow.reshard import packing as parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import ReshardPlan, Way
@@ -125,8 +127,9 @@ def hand_offs(plan: ReshardPlan, rank: int, page_bytes: int) -> dict[str, Any]:
     engine, expected = contents(reshard, plan, rank), contents(plain, plan, rank)
     addresses = {name: x.data_ptr() for name, x in engine.items()}
     found: dict[str, Any] = {"left_after_building": device.num_bytes, "peak": 0, "own": set(), "left": set()}
-    found |= {"same": True, "stay": True, "restored": True}
-    for _ in range(NUM_HAND_OFFS):
+    found |= {"same": True, "stay": True, "restored": True, "prepared": 0, "prepared_again": 0}
+    for turn in range(NUM_HAND_OFFS):
+        prepared = mock.patch.object(execute, "prepared_copies", wraps=execute.prepared_copies).start()
         before = {name: x.add_(1).clone() for name, x in weights.items()}
         plain.to_engine()
         right = {name: x.clone() for name, x in expected.items()}
@@ -139,6 +142,8 @@ def hand_offs(plan: ReshardPlan, rank: int, page_bytes: int) -> dict[str, Any]:
         found["left"].add(device.num_bytes)
         found["restored"] &= all(torch.equal(before[name], x) for name, x in weights.items())
         found["peak"] = max(found["peak"], there.peak_extra_bytes, back.peak_extra_bytes)
+        mock.patch.stopall()
+        found["prepared" if turn == 0 else "prepared_again"] += prepared.call_count
     steps = sum(bool(step.memory.operations) for step in reshard._steps)
     found |= {"beyond": max(reshard.beyond), "short_at_end": reshard.short[-1], "num_steps": steps}
     found |= {"num_maps": device.num_maps, "num_reserved": device.num_reserved}
@@ -173,6 +178,13 @@ def test_the_engine_finds_its_weights_where_they_were(measured: list, number: in
         for pages in rank:
             seen = pages[number]
             assert seen["stay"] and seen["same"] and seen["restored"]
+
+
+@pytest.mark.slow
+def test_what_travels_is_prepared_once(measured: list) -> None:
+    """In the first hand-off; all later ones copy what was prepared then."""
+    seen = [pages[number] for rank in measured for pages in rank for number in range(len(CASES))]
+    assert all(x["prepared_again"] == 0 for x in seen) and any(x["prepared"] > 0 for x in seen)
 
 
 @pytest.mark.slow
