@@ -106,7 +106,10 @@ class EnginesApart:
 
 
 class EngineRanks:
-    """Of this rank. sets: held-out sets of an evaluation, by the iteration and whether it is of all sets."""
+    """Of this rank. sets: held-out sets of an evaluation, by the iteration and whether it is of all sets.
+
+    look_at_inputs: what all ranks do together before the first iteration, where an environment begins rows.
+    """
 
     def __init__(
         self,
@@ -116,12 +119,13 @@ class EngineRanks:
         *,
         draws: PromptDraws,
         sets: Callable[[int, bool], Sequence[HeldoutSet]],
+        look_at_inputs: Callable[[], object],
         records: RoutingRecords | None,
         watchdog: Watchdog,
         watch: Stopwatch,
     ) -> None:
         self._config, self._generator, self._apart, self._orders = config, generator, apart, apart.orders
-        self._draws, self._sets, self._records = draws, sets, records
+        self._draws, self._sets, self._look_at_inputs, self._records = draws, sets, look_at_inputs, records
         self._watchdog, self._watch = watchdog, watch
         self._draw: Draw | None = None
         self._asked: AskedResponses | None = None
@@ -134,6 +138,7 @@ class EngineRanks:
             match order["act"]:
                 case "begin":
                     open_rank_log()
+                    self._look_at_inputs()
                 case "draw":
                     self._draw = self._draws.draw(order["position"])
                 case "prompts":

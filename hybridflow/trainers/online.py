@@ -192,6 +192,7 @@ class OnlineTrainer:
             self.apart,
             draws=PromptDraws(self.config, self.inputs.train),
             sets=lambda iteration, whole: heldout_sets(self.config, self.inputs, iteration, whole=whole),
+            look_at_inputs=lambda: self.inputs.understood(self.config),
             records=self._records,
             watchdog=self.watchdog,
             watch=watch,
