@@ -7,6 +7,7 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 
 import gc
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CacheUse
 from hybridflow.rollout.device import engine_device
-from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.patches import prepare_vllm, without_bars
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
 from hybridflow.rollout.runner import choose_runner
 
@@ -95,7 +96,8 @@ class RolloutEngine:
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
         place = layout.coordinates(platform.rank)
-        with preserved_random_state():
+        started = time.perf_counter()
+        with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
                 model=str(model),
                 config_format="hf",  # some directories have another config beside config.json
@@ -120,7 +122,7 @@ class RolloutEngine:
                 seed=0,
                 **config.engine_arguments.given(),
             )
-        self._engine = self._llm.llm_engine
+        self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
@@ -158,6 +160,12 @@ class RolloutEngine:
         """Forget keys and values of earlier weights; must follow every reshard and every wake_up."""
         was_reset = self._llm.reset_prefix_cache()
         assert was_reset, "the prefix cache cannot be reset while requests run"
+
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Tokens of a step for which there is a CUDA graph, ascending; of an engine without graphs none."""
+        compilation = self._engine.vllm_config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or ()
+        return () if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE" else tuple(sizes)
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's parameters by vLLM's names."""
