@@ -67,6 +67,9 @@ class ExperimentConfig(RunConfig):
         return self
 
     def _check_evaluation(self) -> None:
+        profile = self.metrics.profile
+        if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
+            raise ValueError(wrong)
         every, judges = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
         if every and not (self.data.heldout and judges):
             raise ValueError(f"metrics.eval_interval = {every} needs data.heldout and metrics.eval_reward")

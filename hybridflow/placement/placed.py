@@ -107,6 +107,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
     reasons.collect(check_trackers, config.metrics)
+    reasons.collect(config.check_traced_ranks, world_size)
     all_placed = not reasons.lines
     specs = _specs(config, reasons)
     for name, spec in specs.items():
@@ -143,6 +144,7 @@ def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None =
     """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
+    reasons.collect(config.check_traced_ranks, world_size)
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons)

@@ -94,9 +94,8 @@ class RolloutEngine:
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
-        self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
+        self._sleeps, self._most_rows, started = config.sleep_level == 1, config.max_num_seqs, time.perf_counter()
         place = layout.coordinates(platform.rank)
-        started = time.perf_counter()
         with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
                 model=str(model),
