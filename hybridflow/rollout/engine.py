@@ -94,7 +94,7 @@ class RolloutEngine:
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
-        self._sleeps, self._most_rows, started = config.sleep_level == 1, config.max_num_seqs, time.perf_counter()
+        self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
         place = layout.coordinates(platform.rank)
         with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
@@ -110,7 +110,7 @@ class RolloutEngine:
                 pipeline_parallel_size=layout.pp,
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=self._most_rows,
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
@@ -238,16 +238,11 @@ class RolloutEngine:
         return self._engine.has_unfinished_requests()
 
     def step(self) -> "list[RequestOutput]":
-        """The requests that have finished in one step of the engine. All ranks of a replica take it together."""
-        from vllm import RequestOutput
+        """The requests that have finished in one step of the engine. All ranks of a replica take it together.
 
-        with preserved_random_state():
-            outputs = self._engine.step()
-        finished = []
-        for output in outputs:
-            assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
-            finished += [output] if output.finished else []
-        return finished
+        torch's global generators may change: who generates preserves the random state, once for all steps.
+        """
+        return [output for output in self._engine.step() if output.finished]  # type: ignore[misc]
 
     def wait_until_idle(self) -> None:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
@@ -297,6 +292,7 @@ def _sampling_params(
         detokenize=needs_text,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # all copies for requests share sets and lists, to which vLLM adds the same of each
     )
 
 

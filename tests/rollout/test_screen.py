@@ -75,7 +75,11 @@ def test_an_engine_is_built_without_bars(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("sizes", "line"),
     [
-        ((1, 2, 4, 512), "rollout: built the engine in 29 s, with 4 sizes of CUDA graphs, of 1 to 512 tokens a step"),
+        (
+            (1, 2, 4, 512),
+            "rollout: built the engine in 29 s, with 4 sizes of CUDA graphs, of 1 to 512 tokens a step, and at "
+            "most 512 sequences",
+        ),
         ((), None),
     ],
 )
@@ -83,6 +87,6 @@ def test_graphs_are_said_in_one_line(sizes: tuple[int, ...], line: str | None) -
     class Built:
         kv_cache = SimpleNamespace(is_given=True)
         why_eager = None
-        engine = SimpleNamespace(graph_sizes=lambda: sizes, build_seconds=29.2)
+        engine = SimpleNamespace(graph_sizes=lambda: sizes, build_seconds=29.2, most_rows=512)
 
     assert Generator.notes(Built()) == ([] if line is None else [line])  # type: ignore[arg-type]
