@@ -83,7 +83,7 @@ def wait_for(device: torch.device) -> None:
 
 def named_range(name: str) -> AbstractContextManager[Any]:
     """The block by this name in a trace of torch's profiler, and on CUDA in one of Nsight Systems (NVTX)."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(name)
     return torch.cuda.nvtx.range(name) if uses_cuda() else nullcontext()
 

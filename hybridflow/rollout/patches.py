@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -81,9 +82,7 @@ def _patch_once() -> None:
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
     """Within the block no bar of tqdm is drawn. vLLM draws one for each kind of CUDA graphs, without a setting."""
-    import tqdm
-
-    bar: Any = tqdm.std.tqdm
+    bar: Any = importlib.import_module("tqdm").tqdm
     drawn = bar.__init__
 
     def hidden(self: Any, *args: Any, **kwargs: Any) -> None:
