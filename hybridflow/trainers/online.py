@@ -43,6 +43,7 @@ from hybridflow.placement.placed import place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
@@ -124,6 +125,7 @@ class OnlineTrainer:
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
             load_rollout=self._load_rollout,
+            trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
         self.generation = Generation(
             self.generator,
