@@ -85,6 +85,7 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "which metrics are recorded, and how often; a later file lacks earlier rows"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where later rows go"),
+    _rule("metrics.profile.*", FREE, FREE, "which iterations are traced"),
     _rule(
         "metrics.eval_reward metrics.eval_reward.* metrics.eval_threshold",
         NOTICED,

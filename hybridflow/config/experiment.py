@@ -6,6 +6,7 @@ Unknown keys are errors that name the nearest known one. Everything that can be 
 checked here, once; nothing later asks whether a field is there.
 """
 
+from math import ceil
 from typing import Any, Self
 
 from pydantic import PositiveInt, model_validator
@@ -69,6 +70,9 @@ class ExperimentConfig(RunConfig):
         return self
 
     def _check_evaluation(self) -> None:
+        profile = self.metrics.profile
+        if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
+            raise ValueError(wrong)
         every, judges = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
         if every and not (self.data.heldout and judges):
             raise ValueError(f"metrics.eval_interval = {every} needs data.heldout and metrics.eval_reward")
@@ -371,6 +375,10 @@ class ExperimentConfig(RunConfig):
             ranks = self.rollout_ranks(world_size)
             check_engine_ranks(ranks, actor.ranks)
             check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
+
+    def rows_of_replica(self, num_replicas: int = 1) -> int:
+        """Responses that an engine replica gives in an iteration, at most."""
+        return ceil(self.data.prompts_per_iteration / num_replicas) * max(self.sampling.samples.values)
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""

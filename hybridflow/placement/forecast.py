@@ -214,7 +214,7 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: in
         cut=cut,
         itemsize=ITEM_BYTES[config.actor.dtype],
         tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
-        sequences=config.rollout.max_num_seqs,
+        sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True),
     )
     return activations + kept_by_sampler(config, actor, pp=pp)
 
@@ -222,7 +222,7 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: in
 def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> int:
     if not second_runner(config.sampling, cuda=True, pp=pp):
         return 0
-    return sampler_bytes(actor, sequences=config.rollout.max_num_seqs)
+    return sampler_bytes(actor, sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True))
 
 
 def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:

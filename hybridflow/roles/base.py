@@ -329,7 +329,9 @@ class TrainedRole(Role):
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
         sums = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
         divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
-        return torch.stack(sums).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
+        return torch.stack(sums).sum(0) / to_device_async(
+            torch.tensor(divisors, dtype=torch.float64), self._platform.device
+        )
 
     def _step(
         self,

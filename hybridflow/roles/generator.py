@@ -180,9 +180,10 @@ class Generator:
         return sized_here(placed, memory=memory, free=free, beside=beside)
 
     def _new_engine(self, actor: Actor) -> RolloutEngine:
-        config, rollout = self._placed.config, self._placed.config.rollout
+        config, changes = self._placed.config, {"max_num_seqs": self._placed.sequences_of_step(self.kv_cache)}
         if self.why_eager is not None:
-            rollout = rollout.model_copy(update={"enforce_eager": True})
+            changes["enforce_eager"] = True
+        rollout = config.rollout.model_copy(update=changes)
         return RolloutEngine(
             actor.spec.path,
             self.reshard.engine_tensor,
@@ -272,6 +273,11 @@ class Generator:
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         lines = [] if self.kv_cache.is_given else [f"rollout: {cache_words(self._placed, self.kv_cache)}"]
+        if self.engine is not None and (sizes := self.engine.graph_sizes()):
+            lines.append(
+                f"rollout: built the engine in {self.engine.build_seconds:.0f} s, with {len(sizes)} sizes of CUDA "
+                f"graphs, of {min(sizes)} to {max(sizes)} tokens a step, and at most {self.engine.most_rows} sequences"
+            )
         if self.why_eager is not None:
             lines.append(f"rollout: the engine runs without CUDA graphs: {self.why_eager}")
         return lines

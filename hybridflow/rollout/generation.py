@@ -28,6 +28,7 @@ from hybridflow.batch import (
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.turns import TurnTaking
@@ -133,10 +134,11 @@ def replica_responses(
     else:
         stream = turns.stream(engine, requests, rows, params, stepped=stepped)
     found: dict[int, Response] = {}
-    for i, response in stream:
-        found[i] = response
-        if listener is not None:
-            listener.on_response(rows[i], response)
+    with preserved_random_state():
+        for i, response in stream:
+            found[i] = response
+            if listener is not None:
+                listener.on_response(rows[i], response)
     responses = [found[i] for i in range(len(requests))]
     if listener is not None:
         listener.on_replica_done(own, responses)

@@ -48,6 +48,7 @@ from hybridflow.placement.placed import place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
@@ -205,6 +206,7 @@ class OnlineTrainer:
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
             load_rollout=self._load_rollout,
+            trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
         self.generation = self._generation(world)
         self.book = OnlineBookkeeping(
