@@ -69,10 +69,10 @@ TABLE: tuple[ChangeRule, ...] = (
         "when and where a function is called, and when a call is given up",
     ),
     _rule(
-        "rollout.max_staleness",
+        "rollout.max_staleness rollout.partial rollout.partial.*",
         NOTICED,
         NOTICED,
-        "how old rollouts are that are trained on; a kept next rollout is dropped",
+        "how old rollouts are that are trained on; what was generated ahead is dropped",
     ),
     _rule(
         "rollout.* rollout.engine_arguments.*",

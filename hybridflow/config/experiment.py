@@ -378,7 +378,9 @@ class ExperimentConfig(RunConfig):
 
     def rows_of_replica(self, num_replicas: int = 1) -> int:
         """Responses that an engine replica gives in an iteration, at most."""
-        return ceil(self.data.prompts_per_iteration / num_replicas) * max(self.sampling.samples.values)
+        partial = self.rollout.partial
+        prompts = ceil(self.data.prompts_per_iteration * (1.0 if partial is None else partial.oversample))
+        return ceil(prompts / num_replicas) * max(self.sampling.samples.values)
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""

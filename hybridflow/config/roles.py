@@ -203,6 +203,13 @@ FEW_SEQUENCES = 256  # of a step, where nothing says how many there may be
 MOST_SEQUENCES = 512  # vLLM 0.32.0 captures no CUDA graph of a larger step
 
 
+class PartialRollouts(Section):
+    """Responses that have not ended when enough others have go on in the next iteration, with new weights."""
+
+    oversample: Annotated[float, Field(ge=1.0)] = 1.5
+    """Prompts under way at a time, in multiples of data.prompts_per_iteration. 1: all end in the iteration."""
+
+
 class RolloutConfig(Section):
     """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on other ranks."""
 
@@ -236,9 +243,16 @@ class RolloutConfig(Section):
     """More arguments of vLLM's engine: those that change speed or memory."""
     score_while_waiting: bool | None = None
     """Whether a replica with finished responses scores them while others generate. null: only on CPUs."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout may be older than the weights that train on it. 1: the engine, on ranks of its own,
-    generates the next rollout while the models train on this one."""
+    max_staleness: NonNegativeInt = 0
+    """Updates by which a token may be older than the weights that train on the token. 1: the engine, on ranks of its
+    own, generates the next rollout while the models train on this one. More only with partial."""
+    partial: PartialRollouts | None = None
+    """Responses that go on in the next iteration. Needs max_staleness of 1 or more. null: none does."""
+
+    @property
+    def is_one_step_off(self) -> bool:
+        """Whether the engine generates while models train."""
+        return self.max_staleness > 0 and self.partial is None
 
     def scores_while_waiting(self, *, cuda: bool) -> bool:
         # on CPUs it was measured to pay, on GPUs it was not

@@ -8,6 +8,7 @@ from hybridflow.parallel.ranks import shown
 
 if TYPE_CHECKING:
     from hybridflow.config.experiment import ExperimentConfig
+    from hybridflow.config.roles import PartialRollouts
 
 # Truncated importance weights, with the cap that `importance` has by default.
 CORRECTION = {"kind": "token", "cap": 2.0}
@@ -35,9 +36,19 @@ def check_staleness(config: "ExperimentConfig") -> None:
     """Errors: ValueError with what a config of stale rollouts cannot have."""
     rollout, algorithm = config.rollout, config.algorithm
     if not rollout.max_staleness:
+        if rollout.partial is not None:
+            raise ValueError(
+                "rollout.partial needs rollout.max_staleness of 1 or more: what goes on in the next iteration has "
+                "tokens that are one update old"
+            )
         return
     key = f"rollout.max_staleness = {rollout.max_staleness}"
-    _check_ranks(config, key)
+    if rollout.partial is None:
+        if rollout.max_staleness > 1:
+            raise ValueError(f"{key}: more than 1 needs rollout.partial")
+        _check_ranks(config, key)
+    else:
+        _check_partial(config, rollout.partial)
     for kind, why in ON_POLICY.items():
         if isinstance(algorithm, kind):
             raise ValueError(f"{key}: algorithm {algorithm.name} {why}, and a stale rollout has older ones")
@@ -46,7 +57,7 @@ def check_staleness(config: "ExperimentConfig") -> None:
             f"{key}: checkpoint.save_rollout = true saves nothing more: a checkpoint has the next rollout already. "
             "Leave save_rollout out"
         )
-    if rollout.score_while_waiting:
+    if rollout.score_while_waiting and rollout.partial is None:
         raise ValueError(
             f"{key}: rollout.score_while_waiting = true has no waiting engine to score on: engines generate while "
             "models train. Leave score_while_waiting out"
@@ -57,6 +68,39 @@ def check_staleness(config: "ExperimentConfig") -> None:
             f"{key} needs importance weights, which cannot go with {', '.join(changed)}: the engine's log-probs then "
             "belong to the truncated or penalised distribution. algorithm.policy.importance: null trains without"
         )
+
+
+def _check_partial(config: "ExperimentConfig", partial: "PartialRollouts") -> None:
+    """What rows that go on in the next iteration cannot go with."""
+    key = f"rollout.partial.oversample = {partial.oversample:g}"
+    if partial.oversample - 1 > config.rollout.max_staleness:
+        raise ValueError(
+            f"{key}: more responses go on than later iterations train on before the responses are older than "
+            f"rollout.max_staleness = {config.rollout.max_staleness}: oversample is 1 + max_staleness at most"
+        )
+    if config.data.environment is not None:
+        raise ValueError(
+            f"rollout.partial: {config.data.environment.field} has rows that nobody can stop within a turn"
+        )
+    if config.algorithm.policy.replay_routing:
+        raise ValueError(
+            "rollout.partial: algorithm.policy.replay_routing = true would need the experts of earlier weights"
+        )
+    if config.rollout.score_while_waiting:
+        raise ValueError("rollout.partial: rollout.score_while_waiting = true needs to know which rows come")
+    neutral = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": (),
+        "bad_words": (),
+    }
+    for name, value in neutral.items():
+        if getattr(config.sampling, name) != value:
+            raise ValueError(
+                f"rollout.partial: sampling.{name} = {getattr(config.sampling, name)} looks at a whole response, which "
+                "is generated in several parts. Leave one of the two keys out"
+            )
 
 
 def _check_ranks(config: "ExperimentConfig", key: str) -> None:

@@ -40,13 +40,13 @@ class PromptDraws:
     def __init__(self, config: ExperimentConfig, prompts: PromptDataset) -> None:
         self._config, self._prompts = config, prompts
 
-    def draw(self, position: int) -> Draw:
-        """See `Draws`."""
+    def draw(self, position: int, count: int | None = None) -> Draw:
+        """See `Draws`. count: of prompts; None: data.prompts_per_iteration."""
         data = self._config.data
         order = self._prompts.order(self._config.seed, data.shuffle, position=position)
-        first = order.position
-        drawn = self._prompts.draw(order, data.prompts_per_iteration)
-        self._prompts.start_ahead(order, data.prompts_per_iteration)
+        first, count = order.position, data.prompts_per_iteration if count is None else count
+        drawn = self._prompts.draw(order, count)
+        self._prompts.start_ahead(order, count)
         return Draw(drawn.batch, drawn.numbers, first, order.position, drawn.dropped)
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:

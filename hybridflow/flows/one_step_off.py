@@ -21,7 +21,7 @@ from hybridflow.checkpoint.state import NextRollout, RunState
 from hybridflow.errors import FlowError
 from hybridflow.flows.draws import Draw, Draws
 from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.generation import NO_IDS, SAMPLED, Generation, Greedy, Sampled, heldout_rollout
+from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled, heldout_rollout
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
@@ -124,7 +124,7 @@ class OneStepOffGeneration(Generation):
         self._iteration, self._last, self._used = iteration, num_iterations, []
 
     def responses(
-        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: Sequence[int]
+        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
     ) -> tuple[RolloutBatch, ...]:
         """The rollout of the prompts; engines begin the next one. Errors: FlowError."""
         if list(kinds) != [SAMPLED] or self._num_sampled:
@@ -144,7 +144,7 @@ class OneStepOffGeneration(Generation):
             self._sampling.samples.for_lengths(prompts.lengths.tolist()),
             limits=self._sampling.limits,
             generates=False,
-            left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},
+            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
         )
         self.scoring.assign_rest(rollout)
         return (rollout,)

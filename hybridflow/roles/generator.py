@@ -40,6 +40,7 @@ from hybridflow.rollout.generation import (
     replica_responses,
     whole_rollout,
 )
+from hybridflow.rollout.partial import Segment, UnderWay, replica_segments, whole_segments
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
@@ -316,6 +317,26 @@ class Generator:
             generation=generation,
         )
         return self.gathered(asked, self.responses(asked, releasing))
+
+    def generate_partly(self, under_way: UnderWay, *, wanted: int, iteration: int, max_staleness: int) -> None:
+        """Go on with groups until `wanted` of them are whole, and add what came to the rows. Collective over the world.
+
+        The engine is awake, with the weights that iteration `iteration` begins with.
+        """
+        config, own = self._placed.config, dict[tuple[int, int], Segment]()
+        work = under_way.work(
+            len(self.layout.replicas),
+            wanted=wanted,
+            iteration=iteration,
+            max_staleness=max_staleness,
+            sampling=config.sampling,
+        )
+        if self.engine is not None:
+            part = work[self.layout.coordinates(self._platform.rank).replica]
+            requests = under_way.requests(part.groups, config.seed, config.sampling)
+            own = replica_segments(self.engine, self.params["sampled"], requests, part)
+        contributed = own if self.layout.contributes(self._platform.rank) else {}
+        under_way.add(whole_segments(under_way, contributed, self._exchange), iteration - 1)
 
     def ask(
         self,

@@ -52,6 +52,7 @@ class Request:
     prompt: list[int]
     seed: int
     bucket: int = 0  # of prompt lengths: whose parameters are the request's
+    num_before: int = 0  # tokens of the response that the prompt ends with
 
 
 class RolloutEngine:
@@ -224,6 +225,10 @@ class RolloutEngine:
         """Add a request from the next step on: a name within vLLM. max_tokens: that it may have, where it is fewer."""
         own = params.clone()
         own.seed = request.seed
+        if request.num_before:
+            assert own.max_tokens is not None, "every response has a limit"
+            own.max_tokens -= request.num_before
+            own.min_tokens = max(0, own.min_tokens - request.num_before)
         if max_tokens is not None and max_tokens < (own.max_tokens or max_tokens + 1):
             own.max_tokens, own.min_tokens = max_tokens, min(own.min_tokens, max_tokens)
         return self._engine.add_request(name, {"prompt_token_ids": request.prompt}, own)
@@ -231,6 +236,30 @@ class RolloutEngine:
     def abort(self, name: str) -> None:
         """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
         self._engine.abort_request([name])
+
+    def finished(self) -> Iterator[tuple[str, Response]]:
+        """Take a step: the requests that it has finished, by the names that `add` was given."""
+        for output in self.step():
+            yield output.request_id, response_of(output.outputs[0])
+
+    def abort_all(self) -> list[tuple[str, list[int], list[float]]]:
+        """All requests end: by name the tokens, and their log-probs, that each has so far.
+
+        vLLM has no output for an aborted request. All ranks of a replica do it after the same step.
+        """
+        processor: Any = self._engine.output_processor
+        found = [
+            (
+                state.external_req_id,
+                list(state.detokenizer.output_token_ids),
+                list(state.logprobs_processor.logprobs.logprobs),
+            )
+            for state in processor.request_states.values()
+        ]
+        self._engine.abort_request([name for name, _, _ in found])
+        while self.is_busy:
+            self.step()
+        return found
 
     @property
     def is_busy(self) -> bool:

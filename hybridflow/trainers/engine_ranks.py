@@ -85,7 +85,7 @@ class EnginesApart:
     @classmethod
     def of_run(cls, placed: PlacedRun, groups: ProcessGroups, platform: Platform) -> "EnginesApart | None":
         """None where models and engine take turns. Collective over the world."""
-        if not placed.config.rollout.max_staleness:
+        if not placed.config.rollout.is_one_step_off:
             return None
         layout, rank = placed.rollout, platform.rank
         trainers = tuple(rank for rank in range(placed.world_size) if rank not in layout)

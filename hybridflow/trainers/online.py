@@ -32,6 +32,7 @@ from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.one_step_off import OneStepOffGeneration
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
+from hybridflow.flows.partial import PartialGeneration
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
@@ -222,22 +223,36 @@ class OnlineTrainer:
             trains=self.trains,
         )
         self.run = Run(config, self.book, self.generation)
-        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None)
+        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None, under_way=None)
         self.run.state = with_records(state, self._records)
 
     def _generation(self, world: RunContext) -> Generation:
         generator, scoring, apart = self.generator, self._overlapped_scoring(world), self.apart
         given: dict[str, Any] = {"platform": self.platform, "watch": world.watch, "hooks": self.hooks}
+        state, draws = self.checkpoint_manager.state, PromptDraws(self.config, self.inputs.train)
+        if self.config.rollout.partial is not None:
+            assert isinstance(generator, Generator), "a replay generates nothing"
+            partial = PartialGeneration(
+                generator,
+                scoring,
+                self.roles,
+                self.config.sampling,
+                config=self.config,
+                draws=draws,
+                under_way=None if state is None or state.under_way is None else dict(state.under_way),
+                **given,
+            )
+            self.checkpoint_manager.completed = partial.completed
+            return partial
         if apart is None:
             return Generation(generator, scoring, self.roles, self.config.sampling, **given)
         assert isinstance(generator, Generator), "a replay has no engine apart"
-        state = self.checkpoint_manager.state
         generation = OneStepOffGeneration(
             generator,
             scoring,
             self.roles,
             self.config.sampling,
-            draws=PromptDraws(self.config, self.inputs.train),
+            draws=draws,
             begins_rows=self.config.data.environment is not None,
             orders=apart.orders,
             everyone=apart.everyone,
