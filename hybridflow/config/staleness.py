@@ -1,14 +1,31 @@
 """Rollouts older than the weights that train on them: which configs may have them, and the correction by default."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hybridflow.config.algorithms import OPO, Distill, ReMax
+from hybridflow.config.algorithms import OPO, Algorithm, Distill, ReMax
+from hybridflow.config.data import DataConfig
+from hybridflow.config.roles import PartialRollouts, RoleConfig, RolloutConfig
+from hybridflow.config.run import CheckpointConfig
+from hybridflow.config.sampling import SamplingConfig
 from hybridflow.parallel.ranks import shown
 
-if TYPE_CHECKING:
-    from hybridflow.config.experiment import ExperimentConfig
-    from hybridflow.config.roles import PartialRollouts
+
+class StaleConfig(Protocol):
+    """What stale rollouts ask of a config."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    def roles(self) -> Mapping[str, RoleConfig]: ...
+
 
 # Truncated importance weights, with the cap that `importance` has by default.
 CORRECTION = {"kind": "token", "cap": 2.0}
@@ -32,7 +49,7 @@ def with_correction(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, "algorithm": {**algorithm, "policy": {**policy, "importance": CORRECTION}}}
 
 
-def check_staleness(config: "ExperimentConfig") -> None:
+def check_staleness(config: StaleConfig) -> None:
     """Errors: ValueError with what a config of stale rollouts cannot have."""
     rollout, algorithm = config.rollout, config.algorithm
     if not rollout.max_staleness:
@@ -70,7 +87,20 @@ def check_staleness(config: "ExperimentConfig") -> None:
         )
 
 
-def _check_partial(config: "ExperimentConfig", partial: "PartialRollouts") -> None:
+def staleness_notes(config: StaleConfig) -> list[str]:
+    """What weighs tokens of older weights, a line; none in a synchronous run."""
+    if not config.rollout.max_staleness:
+        return []
+    key, policy = f"rollout.max_staleness = {config.rollout.max_staleness}", config.algorithm.policy
+    if policy.importance is not None:
+        bounds = f"{policy.importance.kind}, {policy.importance.bounds[1]:g} at most"
+        return [f"{key}: tokens of older weights have importance weights (algorithm.policy.importance: {bounds})"]
+    if policy.old_log_probs == "engine":
+        return [f"{key}: ratios are to the log-probs of the engine, which chose the tokens (old_log_probs: engine)"]
+    return [f"{key}: tokens of older weights have no importance weights (algorithm.policy.importance: null)"]
+
+
+def _check_partial(config: StaleConfig, partial: PartialRollouts) -> None:
     """What rows that go on in the next iteration cannot go with."""
     key = f"rollout.partial.oversample = {partial.oversample:g}"
     if partial.oversample - 1 > config.rollout.max_staleness:
@@ -103,7 +133,7 @@ def _check_partial(config: "ExperimentConfig", partial: "PartialRollouts") -> No
             )
 
 
-def _check_ranks(config: "ExperimentConfig", key: str) -> None:
+def _check_ranks(config: StaleConfig, key: str) -> None:
     """The engine has ranks of its own: others train while it generates."""
     engine = config.rollout.ranks
     if engine is None:

@@ -96,6 +96,10 @@ class Generation:
     taken: tuple[tuple[int, ...], PromptBatch] | None = None  # whose responses came, where not those that were drawn
     draws: Draws | None = None  # where prompts come from, where not in order from the data
 
+    def notes(self) -> list[str]:
+        """What the user should know of the generation of this start."""
+        return []
+
     def begin_run(self) -> None:
         """The run directory is there from now on."""
 

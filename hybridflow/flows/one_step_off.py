@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import NextRollout, RunState
 from hybridflow.errors import FlowError
-from hybridflow.flows.draws import Draw, Draws
+from hybridflow.flows.draws import Draws, PromptDraw
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled, heldout_rollout
 from hybridflow.parallel.engine_orders import END, EngineOrders
@@ -40,7 +40,7 @@ EARLIER = "rollout.max_staleness: a rollout is under way before the flow asks fo
 class PlannedRollout:
     """asked: once engines have begun. rollout, report: once they have handed it over."""
 
-    draw: Draw
+    draw: PromptDraw
     iteration: int = 0  # of the seeds
     version: int = 0
     asked: AskedResponses | None = None
@@ -99,7 +99,7 @@ class OneStepOffGeneration(Generation):
 
     # ---- prompts
 
-    def draw(self, position: int) -> Draw:
+    def draw(self, position: int) -> PromptDraw:
         """See `Draws`: those of the rollout that is under way, if there is one."""
         if self._kept is not None:
             self._next, self._kept = self._restored(position, self._kept), None
@@ -112,7 +112,7 @@ class OneStepOffGeneration(Generation):
             self._orders.give("prompts", numbers=list(numbers))
         return self._data.at(numbers)
 
-    def _drawn(self, position: int) -> Draw:
+    def _drawn(self, position: int) -> PromptDraw:
         self._orders.give("draw", position=position)
         return self._data.draw(position)
 

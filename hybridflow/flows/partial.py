@@ -11,18 +11,20 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import FlowError
-from hybridflow.flows.draws import Draw, PromptDraws
+from hybridflow.flows.draws import PromptDraw, PromptDraws
 from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greedy, Sampled
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.partial import PartialGroup, PartialRow, UnderWay, rollout_of_groups
 
+CACHE = "kv_cache_bytes"
 ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
 
 
@@ -49,12 +51,13 @@ class PartialGeneration(Generation):
         self._wanted = config.data.prompts_per_iteration
         self._most = ceil(config.rollout.partial.oversample * self._wanted)
         self._under_way = UnderWay() if under_way is None else UnderWay.of_tensors(under_way)
-        self._before = self._under_way.tensors()  # of the iteration
+        self._before = self._saved()  # of the iteration
         self._iteration = 0
+        self._bytes_before = None if under_way is None else int(under_way[CACHE])
 
     # ---- prompts
 
-    def draw(self, position: int) -> Draw:
+    def draw(self, position: int) -> PromptDraw:
         """See `Draws`: those that are admitted next."""
         draw = self._data.draw(position, self._most - len(self._under_way.groups))
         samples = self._sampling.samples.for_lengths(draw.batch.lengths.tolist())
@@ -72,7 +75,7 @@ class PartialGeneration(Generation):
     def begin(self, iteration: int, num_iterations: int) -> None:
         """See `Generation`."""
         super().begin(iteration, num_iterations)
-        self._iteration, self._before = iteration, self._under_way.tensors()
+        self._iteration, self._before = iteration, self._saved()
 
     def responses(
         self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
@@ -107,7 +110,21 @@ class PartialGeneration(Generation):
 
     def completed(self, state: RunState) -> RunState:
         """The state of a checkpoint: with the groups that are under way."""
-        return state if state.under_way is not None else replace(state, under_way=self._under_way.tensors())
+        return state if state.under_way is not None else replace(state, under_way=self._saved())
+
+    def _saved(self) -> dict[str, Tensor]:
+        return self._under_way.tensors() | {CACHE: torch.tensor(self.generator.kv_cache.whole)}
+
+    def notes(self) -> list[str]:
+        """What the user should know of a start that goes on with rows under way."""
+        now = self.generator.kv_cache.whole
+        if self._bytes_before in (None, now):
+            return []
+        return [
+            f"rollout.partial: the KV cache has {now:,} bytes a rank, and had {self._bytes_before:,} before. Where "
+            "rows wait for blocks, other groups may be whole first than in a run that was not interrupted. "
+            "rollout.kv_cache_gib fixes the size"
+        ]
 
     def kept(self, before: RunState) -> RunState:
         """The state before an iteration that ends early: its rollout is made again, of the same rows."""

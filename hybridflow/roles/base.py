@@ -58,6 +58,7 @@ class RunContext:
     watch: Stopwatch = field(default_factory=Stopwatch)
     overlap: bool = field(default_factory=overlaps_exchanges)  # what replicas exchange travels while they compute
     with_engines: Exchange | None = None
+    trainer_ranks: Sequence[int] = ()  # where engines have others
 
 
 class Role:

@@ -8,7 +8,7 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.reserved import AddressSpace
+from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import (
@@ -44,43 +45,7 @@ from hybridflow.rollout.partial import Segment, UnderWay, replica_segments, whol
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.turns import Answers, LeaderBroadcast, TurnCounts, TurnTaking
-
-
-class EnvironmentRows(Protocol):
-    """Who makes the answers to a rollout's rows. counts: of this rank. num_rewards: parts that a row is given.
-
-    several: a row may have several sequences.
-    """
-
-    @property
-    def counts(self) -> TurnCounts: ...
-
-    @property
-    def num_rewards(self) -> int: ...
-
-    @property
-    def several(self) -> bool: ...
-
-    def conversations(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> Answers: ...
-
-
-@dataclass(frozen=True)
-class EnvironmentTurns:
-    """leads: this rank is the first of an engine replica, and therefore asks for the turns."""
-
-    environments: EnvironmentRows
-    agreement: LeaderBroadcast
-    leads: bool
-
-    def begin(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> TurnTaking:
-        """Open the turns of the next rollout."""
-        answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
-        return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
+from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
 
 
 @dataclass(frozen=True)

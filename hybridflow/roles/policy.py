@@ -75,7 +75,7 @@ class Actor(TrainedRole):
                 self.grid.layout,
                 rank=world.platform.rank,
                 world=world.with_engines or world.exchange,
-                trainers=world.exchange,
+                trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
             )
 

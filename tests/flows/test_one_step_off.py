@@ -165,7 +165,7 @@ def test_a_run_that_is_prolonged_says_that_it_is_not_the_longer_run(root: Path) 
 
 # where: (module:function, rank, number of the call)
 PLACES = {
-    "generation": ("hybridflow.trainers.engine_ranks:EngineRanks._generate", "3", "4"),
+    "generation": ("hybridflow.trainers.engine_ranks:EngineRanks._respond", "3", "4"),
     "weights": ("hybridflow.roles.generator:Generator.sync_weights", "2", "3"),
     "hand-over": ("hybridflow.roles.generator:Generator.gathered", "1", "3"),
     "update": ("hybridflow.models.optimizer:TrainedModel.step", "0", "3"),
