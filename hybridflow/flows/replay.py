@@ -29,8 +29,8 @@ from hybridflow.reshard.execute import ReshardCost
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
-REWARDS, STARTS = "environment_rewards", "branch_starts"
-REQUIRED = tuple(name for name in FIELDS if name not in (IDS, REWARDS, STARTS))
+REWARDS, STARTS, VERSIONS = "environment_rewards", "branch_starts", "versions"
+REQUIRED = tuple(name for name in FIELDS if name not in (IDS, REWARDS, STARTS, VERSIONS))
 PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs", STARTS)
 DTYPES = {name: torch.bool for name in ("truncated", "response_mask", STARTS)} | {"rollout_log_probs": torch.float32}
 # of others int64
@@ -148,6 +148,8 @@ class Replay:
         if self._num_rewards:
             rewards = self._checked_rewards(file, tensors)
             rollout = dataclasses.replace(rollout, environment_rewards=rewards)
+        if VERSIONS in tensors:
+            rollout = dataclasses.replace(rollout, versions=_checked_versions(file, tensors))
         self._check_rows(file, rollout)
         _check_prompts(file, rollout, prompts, samples_per_prompt)
         return rollout, experts
@@ -236,6 +238,14 @@ class Replay:
                 f"row begins with one"
             )
         _check_bounds(file, "lengths of sequences", rollout.branch_lengths, 1, self._max_length)
+
+
+def _checked_versions(file: Path, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Of every token, of a run with stale rollouts."""
+    found, expected = tensors[VERSIONS], (len(tensors["input_ids"]), 1)
+    if found.shape != expected or found.dtype != torch.int32:
+        raise DataError(f"{file}: {VERSIONS} is {found.dtype} of shape {tuple(found.shape)}; expected int32 {expected}")
+    return found
 
 
 def _checked(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class RoutingRecords:
         """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
-        self._trainers, self._trainer_ranks = trainers or (world, range(world.group.size()))
+        self._trainers = trainers
         self._stages = actor.stages(sizes.num_layers)
         self._at = actor.coordinates(rank) if rank in actor else None
         self._keepers: dict[int, int] = {}  # the replica that keeps a record, by number
@@ -167,6 +167,7 @@ class RoutingRecords:
         if IDS not in tensors:
             return portable
         ids, lengths = tensors[IDS].tolist(), tensors["lengths"].tolist()
+        exchange, ranks = self._trainers or (self._world, range(self._world.group.size()))
 
         def parcel(source: int, target: int) -> _Parcel:
             if target or source not in self._actor or self._actor.coordinates(source).tp:
@@ -177,9 +178,9 @@ class RoutingRecords:
 
         kept = {row: self._kept[number] for row, number in enumerate(ids) if number in self._kept}
         arrived = self._sent(
-            self._trainers,
-            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in self._trainer_ranks],
-            [parcel(peer, self._rank) for peer in self._trainer_ranks],
+            exchange,
+            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in ranks],
+            [parcel(peer, self._rank) for peer in ranks],
             lengths,
         )
         if self._rank == 0:

@@ -74,6 +74,16 @@ def test_a_file_gives_the_rollout_that_it_holds(file: Path) -> None:
 ROUTING = RoutingSizes(num_layers=3, chosen=2, num_experts=4)
 
 
+def test_versions_are_read_where_the_run_had_stale_rollouts(file: Path) -> None:
+    tensors = batch()
+    versions = torch.arange(len(tensors["input_ids"]), dtype=torch.int32)[:, None]
+    save_file({**tensors, "versions": versions}, file)
+    assert generated(file).versions.tolist() == versions.tolist()
+    save_file({**tensors, "versions": versions[1:]}, file)
+    with pytest.raises(DataError, match=r"versions is torch.int32 of shape \(12, 1\); expected int32 \(13, 1\)"):
+        generated(file)
+
+
 def records_of_one_rank() -> RoutingRecords:
     exchange: Any = object()  # nobody else is there
     return RoutingRecords(ROUTING, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)

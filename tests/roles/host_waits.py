@@ -6,7 +6,7 @@ a wait: copies to the host, copies from pageable memory, results whose size depe
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hybridflow.cpu.megatron import overlays
 from hybridflow.models import build, layer_classes
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel import vocab
+from hybridflow.parallel import vocab, vocab_triton
 
 DEVICE = torch.device("meta")
 NUMBERS = frozenset(
@@ -99,6 +99,17 @@ class _Factories(TorchFunctionMode):
         if function in FACTORIES and device is not None and torch.device(device) == DEVICE:
             raise HostWait(f"{function.__name__} copies numbers of Python to the device")
         return function(*args, **kwargs)
+
+
+class NotLaunched:
+    """A Triton kernel on a device that has no memory: the host's part alone runs."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: None
+
+
+# this module is for processes that compute on such a device alone
+vocab_triton.sums_kernel = vocab_triton.gradients_kernel = NotLaunched()
 
 
 @contextlib.contextmanager
