@@ -372,6 +372,11 @@ class ExperimentConfig(RunConfig):
             check_engine_ranks(ranks, actor.ranks)
             check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
 
+    @property
+    def generates_beside_training(self) -> bool:
+        """Whether the engine, on ranks of its own, generates while the models train."""
+        return self.rollout.max_staleness > 0
+
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""
         return self.rollout.ranks or self.actor.ranks or tuple(range(world_size))

@@ -175,11 +175,18 @@ class RunMemory:
 
     def _training(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
-        if rank in self.rollout and self.run.config.rollout.sleep_level == 0:
+        if rank in self.rollout and self.run.config.rollout.sleep_level == 0 and not self._beside:
             rows["engine"] = Footprint(activations=self._sampler(), kv_cache=self._kv_cache(rank))
         return rows
 
+    @property
+    def _beside(self) -> bool:
+        """Then ranks have one moment each: the models' train, and the engine's generate."""
+        return self.run.config.generates_beside_training
+
     def _generation(self, rank: int) -> dict[str, Footprint]:
+        if self._beside and rank not in self.rollout:
+            return {}
         rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
         if rank in self.rollout:
             own, released = self.holdings.own_and_released(rank)
