@@ -40,7 +40,7 @@ class Per(enum.Enum):
     TOKEN = "token"
     SEQUENCE = "sequence"
     REWARDED_SEQUENCE = "rewarded sequence"
-    VERSIONED_TOKEN = "token"
+    VERSIONED_TOKEN = "versioned token"
 
 
 DIMENSIONS = {Per.REWARDED_SEQUENCE: 2, Per.VERSIONED_TOKEN: 2}  # of others one
