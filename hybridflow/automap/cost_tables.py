@@ -57,8 +57,8 @@ class Sums:
             self.beside + other.beside,
             self.scoring + other.scoring,
             self.updating + other.updating,
-            self.held + other.held,
-            np.maximum(self.activations, other.activations),
+            held=self.held + other.held,
+            activations=np.maximum(self.activations, other.activations),
             resting=self.resting + other.resting,
         )
 
@@ -108,7 +108,7 @@ class SecondsToCome:
 
 def zeros(count: int) -> Sums:
     none, no_bytes = np.zeros(count), np.zeros(count, dtype=np.int64)
-    return Sums(np.zeros(()), np.zeros(()), none, none, no_bytes, no_bytes, resting=no_bytes)
+    return Sums(np.zeros(()), np.zeros(()), none, none, held=no_bytes, activations=no_bytes, resting=no_bytes)
 
 
 def least_of(level: CostTable) -> Sums:
@@ -118,8 +118,8 @@ def least_of(level: CostTable) -> Sums:
         level.beside.min(),
         level.scoring.min(axis=0),
         level.updating.min(axis=0),
-        level.held.min(axis=0),
-        level.activations.min(axis=0),
+        held=level.held.min(axis=0),
+        activations=level.activations.min(axis=0),
         resting=level.resting.min(axis=0),
     )
 
@@ -167,8 +167,8 @@ class CostTables:
             np.zeros(len(options)),
             seconds("scoring"),
             seconds("updating"),
-            by_cell("held"),
-            by_cell("activations"),
+            held=by_cell("held"),
+            activations=by_cell("activations"),
             resting=by_cell("resting"),
             name=name,
             options=options,
@@ -186,7 +186,8 @@ class CostTables:
         alone, beside = generating, np.zeros(len(options))
         if self._options.beside:
             alone, beside = beside, alone
-        return CostTable(alone, beside, none, none, held, no_bytes, resting=resting, name=ENGINE, options=options)
+        of_bytes = {"held": held, "activations": no_bytes, "resting": resting}
+        return CostTable(alone, beside, none, none, **of_bytes, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
         """What the engine takes on the chosen actor beyond the level, and in the place of what that has of resting:
