@@ -24,7 +24,7 @@ import dataclasses
 import enum
 import functools
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_type_hints
 
@@ -249,12 +249,20 @@ class Tokens:
     """The per-token fields of a batch at some of its places: `tokens.advantages` is (r,), on `device`.
 
     where: (r,) int64, the places. given: what stands for some of the fields there, (r,) by name.
+    ends: of the batch's sequences, see `sequence_ends`; None: found here, from all tokens.
     """
 
     def __init__(
-        self, batch: RolloutBatch, where: Tensor, device: torch.device, given: Mapping[str, Tensor] | None = None
+        self,
+        batch: RolloutBatch,
+        where: Tensor,
+        device: torch.device,
+        given: Mapping[str, Tensor] | None = None,
+        *,
+        ends: Callable[[], Tensor] | None = None,
     ) -> None:
         self._batch, self.where, self._device, self._given = batch, where, device, given or {}
+        self._ends = ends or sequence_ends(batch)
 
     def __getattr__(self, name: str) -> Tensor:
         per = marks(type(self._batch)).get(name)
@@ -264,7 +272,7 @@ class Tokens:
 
     def with_given(self, **given: Tensor) -> "Tokens":
         """The same, with other values of these fields."""
-        return Tokens(self._batch, self.where, self._device, {**self._given, **given})
+        return Tokens(self._batch, self.where, self._device, {**self._given, **given}, ends=self._ends)
 
     @property
     def sequences(self) -> Tensor:
@@ -272,13 +280,16 @@ class Tokens:
 
         A row, or where rows have several sequences a branch.
         """
-        return to_device_async(
-            torch.searchsorted(self._batch.branch_lengths.cumsum(0), self.where, right=True), self._device
-        )
+        return to_device_async(torch.searchsorted(self._ends(), self.where, right=True), self._device)
 
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
         return to_device_async(values[self.where], self._device)
+
+
+def sequence_ends(batch: RolloutBatch) -> Callable[[], Tensor]:
+    """Where the sequences that a model reads end, (B,) int64: found once, from all tokens, when somebody asks first."""
+    return functools.cache(lambda: batch.branch_lengths.cumsum(0))
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:

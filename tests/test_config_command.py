@@ -216,7 +216,7 @@ def test_diff_shows_keys_that_differ(tmp_path: Path, printed) -> None:
         "seed: 0 (default) -> 1",
         "actor.optimizer.lr: 0.0003 -> 0.1",
         "reference.micro_batch_tokens: auto -> 16384 (default)",
-        "rollout.max_num_seqs: 256 (default) -> 8",
+        "rollout.max_num_seqs: null (default) -> 8",
     ]
 
 

@@ -163,6 +163,8 @@ def test_the_sampler_of_the_newer_model_runner_is_counted(plan):
     assert pipeline["roles"]["engine"]["activations"] == max(step, logits)
     asleep = plan("rollout.sleep_level=0")["memory"]["training"]["roles"]["engine"]
     assert asleep["activations"] == 256 * 62 * 4
+    chosen = plan("rollout.sleep_level=0", "sampling.samples_per_prompt=50")["memory"]["training"]["roles"]["engine"]
+    assert chosen["activations"] == 400 * 62 * 4  # of 8 prompts
 
 
 def test_one_copy_where_nothing_moves(plan) -> None:

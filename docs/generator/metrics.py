@@ -36,7 +36,7 @@ AREAS = {
     "reshard": "Weights on their way from the trainer to the engine, of the rank with most. Only with generation.",
     "memory": "Of the rank with most.",
 }
-STALE = "With `rollout.max_staleness: 1`."
+STALE = "With `rollout.max_staleness`."
 # metric -> when a run has it, where the area does not say
 WHEN = {
     "eval/accuracy": "With generation. `metrics.eval_reward` or the environment judges, by `metrics.eval_threshold`.",
@@ -80,7 +80,7 @@ WHEN = {
     "rollout/staleness_max": STALE,
     "rollout/staleness_{}_fraction": STALE,
     "rollout/staleness_{}_log_prob_diff": f"{STALE} Where a pass computes the actor's log-probs.",
-    "time/engines_wait_seconds": STALE,
+    "time/engines_wait_seconds": "With `rollout.max_staleness: 1` and no `rollout.partial`.",
     "speed/iteration_mfu": "On GPUs whose peak is known.",
     "speed/{}_mfu": "On GPUs whose peak is known.",
     "time/wait_fraction_mean": "With several ranks.",

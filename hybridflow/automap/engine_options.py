@@ -12,7 +12,7 @@ from hybridflow.automap.timing import Work, share_of_responses
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Cut, Layout, RolloutLayout
-from hybridflow.placement.kv_cache import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
+from hybridflow.placement.kv_cache import KVCacheSize, gib_of, size_kv_cache
 from hybridflow.reshard.groups import engine_stages, standalone_layout
 
 LARGE_PART = 8 << 30  # bytes: of parts no larger there are no halves
@@ -97,9 +97,8 @@ class EngineOptions:
         """None: it holds no sequence."""
         rollout_config = self.config.rollout.model_copy(update={"kv_cache_gib": gib})
         config = self.config.model_copy(update={"rollout": rollout_config})
-        tokens = BLOCK_TOKENS["cuda" if self.cuda else "cpu"]
         try:
-            return size_kv_cache(config, self.actor, rollout, stages, block_tokens=tokens)
+            return size_kv_cache(config, self.actor, rollout, stages, cuda=self.cuda)
         except ConfigError:
             return None
 
@@ -110,7 +109,7 @@ class EngineOptions:
             cut=rollout.cut,
             pp=rollout.pp,
             dtype=self.config.actor.dtype,
-            responses=share_of_responses(self.config, replicas, cache, self.work),
+            responses=share_of_responses(self.config, replicas, cache, self.work, cuda=self.cuda),
             device=self.device,
         )
         hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)

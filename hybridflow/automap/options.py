@@ -121,7 +121,7 @@ class Options:
     @property
     def beside(self) -> bool:
         """Whether the engine generates while the models train: nothing is offloaded then."""
-        return isinstance(self.config, ExperimentConfig) and self.config.generates_beside_training
+        return isinstance(self.config, ExperimentConfig) and self.config.rollout.is_one_step_off
 
     @property
     def reference_follows(self) -> bool:

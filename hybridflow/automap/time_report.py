@@ -23,7 +23,7 @@ def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work
     """Errors: ConfigError where the profile lacks a dtype of the run."""
     work = work or work_of(run, profile)
     found = predict(run, profile, work)
-    beside = isinstance(run, PlacedRun) and run.config.generates_beside_training
+    beside = isinstance(run, PlacedRun) and run.config.rollout.is_one_step_off
     return {
         "profile": profile.name,
         "measured": profile.measured,

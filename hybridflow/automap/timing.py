@@ -113,7 +113,7 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
 def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOperation]:
     """In the order of `flows`: generate, score, exchange, update. Engines beside the models hand over at the end."""
     config, world = run.config, tuple(range(run.world_size))
-    beside = config.generates_beside_training
+    beside = config.rollout.is_one_step_off
     flow = tuple(rank for rank in world if rank not in run.rollout) if beside else world
     whole, note = _exchange_costs(work, device, run.world_size)
     exchange, own_note = _exchange_costs(work, device, len(flow))
@@ -246,10 +246,12 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperat
 
 def responses_of(run: PlacedRun, work: Work) -> Responses:
     """Of the busiest replica."""
-    return share_of_responses(run.config, len(run.rollout.replicas), run.kv_cache, work)
+    return share_of_responses(run.config, len(run.rollout.replicas), run.kv_cache, work, cuda=run.cuda)
 
 
-def share_of_responses(config: ExperimentConfig, replicas: int, kv_cache: KVCacheSize, work: Work) -> Responses:
+def share_of_responses(
+    config: ExperimentConfig, replicas: int, kv_cache: KVCacheSize, work: Work, *, cuda: bool
+) -> Responses:
     prompts = ceil(work.prompts / replicas)
     length = config.max_sequence_length
     held = max(1, int(kv_cache.whole // max(kv_cache.least, 1)))  # of the longest sequences
@@ -260,7 +262,7 @@ def share_of_responses(config: ExperimentConfig, replicas: int, kv_cache: KVCach
         prompt=work.prompt,
         mean=work.mean,
         longest=work.longest,
-        at_once=min(config.rollout.max_num_seqs, held),
+        at_once=min(config.rollout.sequences_of_step(prompts * work.samples, held, cuda=cuda), held),
         batched_tokens=config.rollout.batched_tokens(length, cuda=True),
         prefix_caching=config.rollout.enable_prefix_caching,
     )

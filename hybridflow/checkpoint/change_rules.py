@@ -69,10 +69,10 @@ TABLE: tuple[ChangeRule, ...] = (
         "when and where a function is called, and when a call is given up",
     ),
     _rule(
-        "rollout.max_staleness",
+        "rollout.max_staleness rollout.partial rollout.partial.*",
         NOTICED,
         NOTICED,
-        "how old rollouts are that are trained on; a kept next rollout is dropped",
+        "how old rollouts are that are trained on; what was generated ahead is dropped",
     ),
     _rule(
         "rollout.* rollout.engine_arguments.*",
@@ -85,6 +85,7 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "which metrics are recorded, and how often; a later file lacks earlier rows"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where later rows go"),
+    _rule("metrics.profile.*", FREE, FREE, "which iterations are traced"),
     _rule(
         "metrics.eval_reward metrics.eval_reward.* metrics.eval_threshold",
         NOTICED,

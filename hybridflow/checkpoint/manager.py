@@ -296,9 +296,12 @@ class CheckpointManager:
         self.notes += [line for compared in found for line in compared.lines()]
         if source.is_fork:  # a fork may have other prompts, and a surplus has numbers of the old prompts
             state = replace(state, surplus=None)
-        if state.next_rollout is not None and not self._may_load_rollout:
-            self.notes.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
-            state = replace(state, next_rollout=None)
+        if not self._may_load_rollout:
+            if state.next_rollout is not None:
+                self.notes.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
+            if state.under_way is not None:
+                self.notes.append("responses under way in the checkpoint are dropped, with their prompts")
+            state = replace(state, next_rollout=None, under_way=None)
         if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state

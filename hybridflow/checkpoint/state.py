@@ -1,5 +1,5 @@
-"""What a checkpoint holds beside weights and optimizer state: state.json, and where there are any surplus.safetensors
-and next_rollout.safetensors.
+"""What a checkpoint holds beside weights and optimizer state: state.json, and where there are any surplus.safetensors,
+next_rollout.safetensors and under_way.safetensors.
 
     {"format": 1, "run": {"iteration": 12, "num_prompts_drawn": 3072, "kl_coef": 0.05, ...}, "config": {...},
      "digests": {"hybridflow's code": "5f0c...", ...}, "metrics": {"reward/score_mean": 0.8, ...}, "forked_from": null}
@@ -24,6 +24,7 @@ from hybridflow.checkpoint.store import STATE, STATE_FORMAT, read_state
 from hybridflow.errors import CheckpointError
 
 SURPLUS, NEXT, PROMPTS = "surplus.safetensors", "next_rollout.safetensors", "prompts"
+UNDER_WAY = "under_way.safetensors"
 NUMBERS, REPORT = "numbers", "report"  # in the file of the next rollout
 
 
@@ -66,6 +67,7 @@ class RunState:
     nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
     surplus: Surplus | None = None
     next_rollout: NextRollout | None = None  # in checkpoints; else with `flows.one_step_off`
+    under_way: Mapping[str, Tensor] | None = None  # the same of `flows.partial`: tensors of `rollout.partial.UnderWay`
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class SavedRun:
 
 def write_state(directory: Path, saved: SavedRun) -> None:
     metrics = {name: value for name, value in saved.metrics.items() if math.isfinite(value)}  # JSON knows no others
-    run = asdict(replace(saved.state, surplus=None, next_rollout=None))
-    del run["surplus"], run["next_rollout"]
+    run = asdict(replace(saved.state, surplus=None, next_rollout=None, under_way=None))
+    del run["surplus"], run["next_rollout"], run["under_way"]
     tree = {
         "format": STATE_FORMAT,
         "run": run,
@@ -99,6 +101,8 @@ def write_state(directory: Path, saved: SavedRun) -> None:
         numbers = torch.tensor([following.iteration, following.position, following.version], dtype=torch.int64)
         beside = {NUMBERS: numbers, REPORT: following.report}
         _write(directory / NEXT, {**following.tensors, **beside}, following.prompts)
+    if saved.state.under_way is not None:
+        save_file(dict(saved.state.under_way), directory / UNDER_WAY)
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], prompts: tuple[int, ...]) -> None:
@@ -112,7 +116,11 @@ def load_state(step: Path) -> SavedRun:
     try:
         run = dict(tree["run"])
         moments = RunningMoments(**run["score_moments"])
-        beside = {"surplus": _surplus(step / SURPLUS), "next_rollout": _next_rollout(step / NEXT)}
+        beside = {
+            "surplus": _surplus(step / SURPLUS),
+            "next_rollout": _next_rollout(step / NEXT),
+            "under_way": _tensors(step / UNDER_WAY),
+        }
         state = RunState(**run | {"score_moments": moments} | beside)
         return SavedRun(state, tree["config"], tree["digests"], tree["metrics"], tree["forked_from"])
     except (KeyError, TypeError) as error:
@@ -135,13 +143,18 @@ def _next_rollout(file: Path) -> NextRollout | None:
 
 def _read(file: Path, *needed: str) -> tuple[tuple[int, ...], dict[str, Tensor]] | None:
     """Numbers of prompts, and tensors; None where there is no such file."""
+    tensors = _tensors(file, PROMPTS, *needed)
+    return None if tensors is None else (tuple(tensors.pop(PROMPTS).tolist()), tensors)
+
+
+def _tensors(file: Path, *needed: str) -> dict[str, Tensor] | None:
+    """None where there is no such file."""
     if not file.exists():
         return None
     try:
         tensors = load_file(file)
-        prompts = tuple(tensors.pop(PROMPTS).tolist())
         for name in needed:
             tensors[name]
-        return prompts, tensors
+        return tensors
     except (SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{file}: is damaged: {error}") from error

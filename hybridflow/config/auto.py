@@ -56,7 +56,7 @@ def replaceable(tree: Mapping[str, Any]) -> Tree:
     """With neutral values for all that a search chooses, where roles lie included: what is left has to be right."""
     found: Tree = copy.deepcopy(dict(tree))
     rollout = found.get("rollout")
-    beside = isinstance(rollout, dict) and rollout.get("max_staleness")
+    beside = isinstance(rollout, dict) and rollout.get("max_staleness") and not rollout.get("partial")
     for name, section, keys in sections(found):
         section |= {key: AUTO for key in keys if key in section}
         for key in ("ranks", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):

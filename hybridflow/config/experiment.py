@@ -6,6 +6,7 @@ Unknown keys are errors that name the nearest known one. Everything that can be 
 checked here, once; nothing later asks whether a field is there.
 """
 
+from math import ceil
 from typing import Any, Self
 
 from pydantic import PositiveInt, model_validator
@@ -69,6 +70,9 @@ class ExperimentConfig(RunConfig):
         return self
 
     def _check_evaluation(self) -> None:
+        profile = self.metrics.profile
+        if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
+            raise ValueError(wrong)
         every, judges = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
         if every and not (self.data.heldout and judges):
             raise ValueError(f"metrics.eval_interval = {every} needs data.heldout and metrics.eval_reward")
@@ -372,10 +376,11 @@ class ExperimentConfig(RunConfig):
             check_engine_ranks(ranks, actor.ranks)
             check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
 
-    @property
-    def generates_beside_training(self) -> bool:
-        """Whether the engine, on ranks of its own, generates while the models train."""
-        return self.rollout.max_staleness > 0
+    def rows_of_replica(self, num_replicas: int = 1) -> int:
+        """Responses that an engine replica gives in an iteration, at most."""
+        partial = self.rollout.partial
+        prompts = ceil(self.data.prompts_per_iteration * (1.0 if partial is None else partial.oversample))
+        return ceil(prompts / num_replicas) * max(self.sampling.samples.values)
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""

@@ -76,6 +76,9 @@ class FixedDataConfig(RunConfig):
         if (self.num_iterations is None) == (self.num_epochs is None):
             both = f"num_iterations = {self.num_iterations}, num_epochs = {self.num_epochs}"
             raise ValueError(f"{both}: give one of the two")
+        profile = self.metrics.profile
+        if profile and self.num_iterations and (wrong := profile.why_not_within(self.num_iterations)):
+            raise ValueError(wrong)
         self._check_roles()
         self._check_lengths()
         self._check_metrics()
@@ -142,12 +145,15 @@ class FixedDataConfig(RunConfig):
         if self.num_iterations is not None:
             return self.num_iterations
         assert self.num_epochs is not None, "one of the two is given"
+        profile, found = self.metrics.profile, self.num_epochs * num_rows // self.data.batch_size
         if self.num_epochs * num_rows < self.data.batch_size:
             raise ConfigError(
                 f"data.batch_size = {self.data.batch_size} is more than num_epochs x rows of data.train = "
                 f"{self.num_epochs} x {num_rows}"
             )
-        return self.num_epochs * num_rows // self.data.batch_size
+        if profile is not None and (wrong := profile.why_not_within(found)):
+            raise ConfigError(wrong)
+        return found
 
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""

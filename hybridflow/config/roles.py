@@ -199,6 +199,17 @@ class RewardConfig(ScoringConfig):
     """Reward models on ranks of the run."""
 
 
+FEW_SEQUENCES = 256  # of a step, where nothing says how many there may be
+MOST_SEQUENCES = 512  # vLLM 0.32.0 captures no CUDA graph of a larger step
+
+
+class PartialRollouts(Section):
+    """Responses that have not ended when enough others have go on in the next iteration, with new weights."""
+
+    oversample: Annotated[float, Field(ge=1.0)] = 1.5
+    """Prompts under way at a time, in multiples of data.prompts_per_iteration. 1: all end in the iteration."""
+
+
 class RolloutConfig(Section):
     """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on other ranks."""
 
@@ -219,8 +230,9 @@ class RolloutConfig(Section):
     """1 frees the KV cache during training. 0 keeps the KV cache."""
     reshard_bucket_mib: PositiveFloat | None = None
     """MiB of one bucket of the weight sync. null: 256 on GPUs, 24 on CPUs."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences of one step of the engine, at most."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences of one step of the engine, at most. null: 256; on GPUs up to 512, as far as the rows of a replica and
+    the KV cache go."""
     max_num_batched_tokens: PositiveInt = 8192
     """Tokens of one step of the engine, at most."""
     enable_prefix_caching: bool = True
@@ -231,9 +243,16 @@ class RolloutConfig(Section):
     """More arguments of vLLM's engine: those that change speed or memory."""
     score_while_waiting: bool | None = None
     """Whether a replica with finished responses scores them while others generate. null: only on CPUs."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout may be older than the weights that train on it. 1: the engine, on ranks of its own,
-    generates the next rollout while the models train on this one."""
+    max_staleness: NonNegativeInt = 0
+    """Updates by which a token may be older than the weights that train on the token. 1: the engine, on ranks of its
+    own, generates the next rollout while the models train on this one. More only with partial."""
+    partial: PartialRollouts | None = None
+    """Responses that go on in the next iteration. Needs max_staleness of 1 or more. null: none does."""
+
+    @property
+    def is_one_step_off(self) -> bool:
+        """Whether the engine generates while models train."""
+        return self.max_staleness > 0 and self.partial is None
 
     def scores_while_waiting(self, *, cuda: bool) -> bool:
         # on CPUs it was measured to pay, on GPUs it was not
@@ -241,7 +260,18 @@ class RolloutConfig(Section):
 
     def batched_tokens(self, longest: int, *, cuda: bool) -> int:
         """Of one step of the engine. Where prompts are not cut in chunks, as on CPUs, one of `longest` tokens fits."""
-        return max(self.max_num_batched_tokens, self.max_num_seqs, 0 if cuda else longest)
+        return max(self.max_num_batched_tokens, self.most_sequences, 0 if cuda else longest)
+
+    @property
+    def most_sequences(self) -> int:
+        """Of a step, where nobody knows how many rows there are."""
+        return self.max_num_seqs or FEW_SEQUENCES
+
+    def sequences_of_step(self, rows: int, held: int | None = None, *, cuda: bool) -> int:
+        """At most, where a replica has so many rows, and the KV cache holds so many of the expected length."""
+        if self.max_num_seqs is not None or not cuda:
+            return self.most_sequences
+        return max(FEW_SEQUENCES, min(rows, MOST_SEQUENCES, rows if held is None else held))
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         # a CPU's allocator gives larger blocks back to the system and takes them page by page again

@@ -59,6 +59,22 @@ class MlflowConfig(Section):
     """The address of the MLflow server, such as http://tracking:5000."""
 
 
+class ProfileConfig(Section):
+    """A trace of torch's profiler for each stage of some iterations, in traces/ of the run's directory."""
+
+    iterations: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """The iterations that are traced, from 1. A traced iteration takes longer."""
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
+    """The ranks that are traced, from 0."""
+    python: bool = False
+    """Whether a trace has the calls of Python functions too, which makes the trace larger and the iteration slower."""
+
+    def why_not_within(self, num_iterations: int) -> str | None:
+        """What is wrong with the iterations of a run that has so many."""
+        last, less = max(self.iterations), f"the run has {num_iterations} iterations"
+        return f"metrics.profile.iterations has {last}: {less}" if last > num_iterations else None
+
+
 class MetricsConfig(Section):
     csv: bool = True
     """Whether the run writes metrics.csv in the run's directory."""
@@ -85,6 +101,8 @@ class MetricsConfig(Section):
     """Responses per iteration in samples.jsonl. 0: none."""
     num_groups: NonNegativeInt = 0
     """Training prompts per iteration whose responses are all in samples.jsonl, beside num_samples. 0: none."""
+    profile: ProfileConfig | None = None
+    """Which iterations and ranks write a profiler's trace. null: none."""
 
 
 class StopConfig(Section):
@@ -263,7 +281,14 @@ class RunConfig(Section):
         """Raise ConfigError, with all reasons, unless the models, and the engine if there is one, can be placed."""
         reasons = Reasons()
         self.layouts(world_size, reasons)
+        reasons.collect(self.check_traced_ranks, world_size)
         reasons.refuse()
+
+    def check_traced_ranks(self, world_size: int) -> None:
+        """Errors: ConfigError where a trace is asked of a rank that is not there."""
+        last = max(self.metrics.profile.ranks) if self.metrics.profile is not None else 0
+        if last >= world_size:
+            raise ConfigError(f"metrics.profile.ranks has {last}: the run has the ranks 0 to {world_size - 1}")
 
     def vendor_lines(self) -> list[str]:
         """What the run hands on to megatron-core, and to vLLM where there is an engine; a line a key."""

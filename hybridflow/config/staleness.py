@@ -1,13 +1,31 @@
 """Rollouts older than the weights that train on them: which configs may have them, and the correction by default."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hybridflow.config.algorithms import OPO, Distill, ReMax
+from hybridflow.config.algorithms import OPO, Algorithm, Distill, ReMax
+from hybridflow.config.data import DataConfig
+from hybridflow.config.roles import PartialRollouts, RoleConfig, RolloutConfig
+from hybridflow.config.run import CheckpointConfig
+from hybridflow.config.sampling import SamplingConfig
 from hybridflow.parallel.ranks import shown
 
-if TYPE_CHECKING:
-    from hybridflow.config.experiment import ExperimentConfig
+
+class StaleConfig(Protocol):
+    """What stale rollouts ask of a config."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    def roles(self) -> Mapping[str, RoleConfig]: ...
+
 
 # Truncated importance weights, with the cap that `importance` has by default.
 CORRECTION = {"kind": "token", "cap": 2.0}
@@ -31,13 +49,23 @@ def with_correction(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, "algorithm": {**algorithm, "policy": {**policy, "importance": CORRECTION}}}
 
 
-def check_staleness(config: "ExperimentConfig") -> None:
+def check_staleness(config: StaleConfig) -> None:
     """Errors: ValueError with what a config of stale rollouts cannot have."""
     rollout, algorithm = config.rollout, config.algorithm
     if not rollout.max_staleness:
+        if rollout.partial is not None:
+            raise ValueError(
+                "rollout.partial needs rollout.max_staleness of 1 or more: what goes on in the next iteration has "
+                "tokens that are one update old"
+            )
         return
     key = f"rollout.max_staleness = {rollout.max_staleness}"
-    _check_ranks(config, key)
+    if rollout.partial is None:
+        if rollout.max_staleness > 1:
+            raise ValueError(f"{key}: more than 1 needs rollout.partial")
+        _check_ranks(config, key)
+    else:
+        _check_partial(config, rollout.partial)
     for kind, why in ON_POLICY.items():
         if isinstance(algorithm, kind):
             raise ValueError(f"{key}: algorithm {algorithm.name} {why}, and a stale rollout has older ones")
@@ -46,7 +74,7 @@ def check_staleness(config: "ExperimentConfig") -> None:
             f"{key}: checkpoint.save_rollout = true saves nothing more: a checkpoint has the next rollout already. "
             "Leave save_rollout out"
         )
-    if rollout.score_while_waiting:
+    if rollout.score_while_waiting and rollout.partial is None:
         raise ValueError(
             f"{key}: rollout.score_while_waiting = true has no waiting engine to score on: engines generate while "
             "models train. Leave score_while_waiting out"
@@ -59,7 +87,53 @@ def check_staleness(config: "ExperimentConfig") -> None:
         )
 
 
-def _check_ranks(config: "ExperimentConfig", key: str) -> None:
+def staleness_notes(config: StaleConfig) -> list[str]:
+    """What weighs tokens of older weights, a line; none in a synchronous run."""
+    if not config.rollout.max_staleness:
+        return []
+    key, policy = f"rollout.max_staleness = {config.rollout.max_staleness}", config.algorithm.policy
+    if policy.importance is not None:
+        bounds = f"{policy.importance.kind}, {policy.importance.bounds[1]:g} at most"
+        return [f"{key}: tokens of older weights have importance weights (algorithm.policy.importance: {bounds})"]
+    if policy.old_log_probs == "engine":
+        return [f"{key}: ratios are to the log-probs of the engine, which chose the tokens (old_log_probs: engine)"]
+    return [f"{key}: tokens of older weights have no importance weights (algorithm.policy.importance: null)"]
+
+
+def _check_partial(config: StaleConfig, partial: PartialRollouts) -> None:
+    """What rows that go on in the next iteration cannot go with."""
+    key = f"rollout.partial.oversample = {partial.oversample:g}"
+    if partial.oversample - 1 > config.rollout.max_staleness:
+        raise ValueError(
+            f"{key}: more responses go on than later iterations train on before the responses are older than "
+            f"rollout.max_staleness = {config.rollout.max_staleness}: oversample is 1 + max_staleness at most"
+        )
+    if config.data.environment is not None:
+        raise ValueError(
+            f"rollout.partial: {config.data.environment.field} has rows that nobody can stop within a turn"
+        )
+    if config.algorithm.policy.replay_routing:
+        raise ValueError(
+            "rollout.partial: algorithm.policy.replay_routing = true would need the experts of earlier weights"
+        )
+    if config.rollout.score_while_waiting:
+        raise ValueError("rollout.partial: rollout.score_while_waiting = true needs to know which rows come")
+    neutral = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": (),
+        "bad_words": (),
+    }
+    for name, value in neutral.items():
+        if getattr(config.sampling, name) != value:
+            raise ValueError(
+                f"rollout.partial: sampling.{name} = {getattr(config.sampling, name)} looks at a whole response, which "
+                "is generated in several parts. Leave one of the two keys out"
+            )
+
+
+def _check_ranks(config: StaleConfig, key: str) -> None:
     """The engine has ranks of its own: others train while it generates."""
     engine = config.rollout.ranks
     if engine is None:

@@ -114,6 +114,7 @@ class Bookkeeping:
         """End the current stage and begin `stage`: clock, deadline, and the text that the user sees."""
         self._stage.close()
         self._watchdog.enter(stage)
+        self._stage.enter_context(self.hooks.trace(iteration, stage))
         self._stage.enter_context(self.watch.stage(stage))
         self.hooks.show(f"iteration {iteration}: {self.shown[stage]}")
 

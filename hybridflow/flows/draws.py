@@ -11,7 +11,7 @@ from hybridflow.data.usable import Dropped
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
+class PromptDraw:
     """Prompts, with their numbers in the data set.
 
     first, position: how many prompts the run had drawn before, and has drawn with these. dropped: rows passed over.
@@ -27,7 +27,7 @@ class Draw:
 class Draws(Protocol):
     """Where an iteration has prompts from."""
 
-    def draw(self, position: int) -> Draw:
+    def draw(self, position: int) -> PromptDraw:
         """The prompts behind the first `position` ones of the run."""
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
@@ -40,14 +40,14 @@ class PromptDraws:
     def __init__(self, config: ExperimentConfig, prompts: PromptDataset) -> None:
         self._config, self._prompts = config, prompts
 
-    def draw(self, position: int) -> Draw:
-        """See `Draws`."""
+    def draw(self, position: int, count: int | None = None) -> PromptDraw:
+        """See `Draws`. count: of prompts; None: data.prompts_per_iteration."""
         data = self._config.data
         order = self._prompts.order(self._config.seed, data.shuffle, position=position)
-        first = order.position
-        drawn = self._prompts.draw(order, data.prompts_per_iteration)
-        self._prompts.start_ahead(order, data.prompts_per_iteration)
-        return Draw(drawn.batch, drawn.numbers, first, order.position, drawn.dropped)
+        first, count = order.position, data.prompts_per_iteration if count is None else count
+        drawn = self._prompts.draw(order, count)
+        self._prompts.start_ahead(order, count)
+        return PromptDraw(drawn.batch, drawn.numbers, first, order.position, drawn.dropped)
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
         """See `Draws`."""

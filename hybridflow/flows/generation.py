@@ -41,6 +41,7 @@ class Greedy:
 
 
 SAMPLED = Sampled()
+DeferredRows = Callable[[PromptBatch], Sequence[int]]
 NO_IDS = torch.zeros(0, dtype=torch.int64)
 
 
@@ -92,7 +93,12 @@ class Generation:
         """Metrics of the KV cache since the last call; none where nothing is generated."""
         return self.generator.pop_cache_use()
 
+    taken: tuple[tuple[int, ...], PromptBatch] | None = None  # whose responses came, where not those that were drawn
     draws: Draws | None = None  # where prompts come from, where not in order from the data
+
+    def notes(self) -> list[str]:
+        """What the user should know of the generation of this start."""
+        return []
 
     def begin_run(self) -> None:
         """The run directory is there from now on."""
@@ -127,11 +133,11 @@ class Generation:
         self._first_prompt, self._num_sampled = first_prompt, 0
 
     def responses(
-        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: Sequence[int]
+        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
     ) -> tuple[RolloutBatch, ...]:
         """Generate one rollout for each kind, all with one reshard of the weights.
 
-        deferred: rows of the sampled rollout for which the actor is not asked for log-probs.
+        deferred: rows of a sampled rollout of such prompts for which the actor is not asked for log-probs.
         """
         if list(kinds) == [SAMPLED] and not self._num_sampled:
             return (self._sampled_alone(prompts, iteration, deferred),)
@@ -168,7 +174,7 @@ class Generation:
             with self.generator.awake():
                 yield
 
-    def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: Sequence[int]) -> RolloutBatch:
+    def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: DeferredRows) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
         rollout = self._hooks.load_rollout(prompts, iteration)
         self.scoring.begin(
@@ -176,7 +182,7 @@ class Generation:
             self._sampling.samples.for_lengths(prompts.lengths.tolist()),
             limits=self._sampling.limits,
             generates=rollout is None,
-            left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},
+            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
         )
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.recording.traces import Trace, untraced
 
 
 def _silent(text: str) -> None:
@@ -19,7 +20,7 @@ class RunHooks:
     say: a line for the person who watches. show: what is going on now. should_stop: whether all ranks are to end here.
     save_rollout: the responses of an iteration, for a later start. load_rollout: what an earlier start has kept.
     decode: token ids as text. heldout: takes (iteration, name of the set, prompts, responses,
-    marks) of an evaluation.
+    marks) of an evaluation. trace: around a stage of an iteration.
     """
 
     say: Callable[[str], None] = _silent
@@ -29,3 +30,4 @@ class RunHooks:
     load_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
     decode: Callable[[list[int]], str] = lambda ids: ""
     heldout: Callable[[int, str, PromptBatch, RolloutBatch, Tensor], None] = lambda *evaluation: None
+    trace: Trace = untraced

@@ -19,9 +19,9 @@ from torch import Tensor
 from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import NextRollout, RunState
 from hybridflow.errors import FlowError
-from hybridflow.flows.draws import Draw, Draws
+from hybridflow.flows.draws import Draws, PromptDraw
 from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.generation import NO_IDS, SAMPLED, Generation, Greedy, Sampled, heldout_rollout
+from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled, heldout_rollout
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
@@ -40,7 +40,7 @@ EARLIER = "rollout.max_staleness: a rollout is under way before the flow asks fo
 class PlannedRollout:
     """asked: once engines have begun. rollout, report: once they have handed it over."""
 
-    draw: Draw
+    draw: PromptDraw
     iteration: int = 0  # of the seeds
     version: int = 0
     asked: AskedResponses | None = None
@@ -99,7 +99,7 @@ class OneStepOffGeneration(Generation):
 
     # ---- prompts
 
-    def draw(self, position: int) -> Draw:
+    def draw(self, position: int) -> PromptDraw:
         """See `Draws`: those of the rollout that is under way, if there is one."""
         if self._kept is not None:
             self._next, self._kept = self._restored(position, self._kept), None
@@ -112,7 +112,7 @@ class OneStepOffGeneration(Generation):
             self._orders.give("prompts", numbers=list(numbers))
         return self._data.at(numbers)
 
-    def _drawn(self, position: int) -> Draw:
+    def _drawn(self, position: int) -> PromptDraw:
         self._orders.give("draw", position=position)
         return self._data.draw(position)
 
@@ -124,7 +124,7 @@ class OneStepOffGeneration(Generation):
         self._iteration, self._last, self._used = iteration, num_iterations, []
 
     def responses(
-        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: Sequence[int]
+        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
     ) -> tuple[RolloutBatch, ...]:
         """The rollout of the prompts; engines begin the next one. Errors: FlowError."""
         if list(kinds) != [SAMPLED] or self._num_sampled:
@@ -144,7 +144,7 @@ class OneStepOffGeneration(Generation):
             self._sampling.samples.for_lengths(prompts.lengths.tolist()),
             limits=self._sampling.limits,
             generates=False,
-            left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},
+            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
         )
         self.scoring.assign_rest(rollout)
         return (rollout,)

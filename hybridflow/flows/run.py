@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import sequence_sums
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
@@ -121,7 +121,9 @@ class Run(IterationData):
         """Responses to the iteration's prompts; of several kinds with one reshard of the weights."""
         generation = self._there("generate", self._generation)
         self._book.enter("rollout", self.iteration)
-        rollouts = generation.responses((how, *more), self.prompts, self.iteration, self._deferred_rows())
+        rollouts = generation.responses((how, *more), self.prompts, self.iteration, self._deferred_rows)
+        if generation.taken is not None:
+            self.prompt_rows, self.prompts = generation.taken
         self._book.enter("estimate", self.iteration)
         self._book.stop_if_requested(self.iteration)
         self.rollout = rollouts[0]
@@ -247,11 +249,11 @@ class Run(IterationData):
     def _defers(self) -> bool:
         return self._book.trains and first_step_tells(self._online.algorithm, self.iteration)
 
-    def _deferred_rows(self) -> list[int]:
-        """Rows of the next rollout whose old log-probs come with the first step: the first mini-batch."""
+    def _deferred_rows(self, prompts: PromptBatch) -> list[int]:
+        """Rows of a rollout of these prompts whose old log-probs come with the first step: the first mini-batch."""
         if not self._defers():
             return []
-        samples = torch.tensor(self.samples.for_lengths(self.prompts.lengths.tolist()))
+        samples = torch.tensor(self.samples.for_lengths(prompts.lengths.tolist()))
         prompt_indices = torch.arange(len(samples)).repeat_interleave(samples)
         return self._rows(prompt_indices, self._online.algorithm.update)[0].tolist()
 

@@ -96,6 +96,8 @@ def _attention(facts: KernelFacts, dtypes: Mapping[str, str], fused: Collection[
         parts.append(f"attention of {', '.join(by_cudnn)} by cuDNN through Transformer Engine")
     if whole:
         parts.append(f"attention of {', '.join(whole)} by torch's scaled_dot_product_attention (flash takes 16 bits)")
+        tf32 = "with" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "without"
+        parts.append(f"products of {', '.join(whole)} {tf32} TF32")
     return parts
 
 

@@ -213,12 +213,12 @@ def filled_up(micro_batches: list[MicroBatch], group: int, *, padded: Padded, de
 
 def filler(padded: Padded, device: torch.device) -> MicroBatch:
     """A micro-batch of as few tokens as may be, whose outputs nobody wants."""
-    nothing, tokens = torch.zeros(0, dtype=torch.int64), padded(1)
+    nothing, tokens = torch.zeros(0, dtype=torch.int64, device=device), padded(1)
     return MicroBatch(
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=torch.arange(tokens, device=device),
         packed=PackedSequences.from_lengths((tokens,), device),
-        rows=nothing.to(device),
-        where=nothing,
-        targets=nothing.to(device),
+        rows=nothing,
+        where=nothing.cpu(),
+        targets=nothing,
     )

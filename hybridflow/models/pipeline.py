@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.parallel.device import named_range
 from hybridflow.parallel.grid import Grid
 
 Results = dict[str, Tensor]
@@ -84,19 +85,21 @@ def _run(
     config, interleaved = chunks[0].config, len(chunks) > 1
     config.finalize_model_grads_func = _sum_gradients
 
-    def step(batches: Iterator[MicroBatch], model: MegatronModule) -> tuple[Tensor, Reduce]:
-        micro_batch = next(batches)
+    def step(batches: Iterator[tuple[int, MicroBatch]], model: MegatronModule) -> tuple[Tensor, Reduce]:
+        number, micro_batch = next(batches)
 
         def reduce(output: Output) -> tuple[Tensor, Tensor, Results]:
-            value, results = loss(output, micro_batch)
+            with named_range(f"micro-batch {number} loss"):
+                value, results = loss(output, micro_batch)
             return value, torch.zeros((), dtype=torch.int), results
 
-        return model(micro_batch), reduce
+        with named_range(f"micro-batch {number} forward"):
+            return model(micro_batch), reduce
 
     run = get_forward_backward_func(pp_size=grid.pp, vp_size=len(chunks) if interleaved else None)
     results: list[Results] = run(
         forward_step_func=step,
-        data_iterator=[iter(micro_batches) for _ in chunks] if interleaved else iter(micro_batches),
+        data_iterator=[enumerate(micro_batches) for _ in chunks] if interleaved else enumerate(micro_batches),
         model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=1,  # packed: the schedules learn shapes from the tensors

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.batch import to_device_async
+
 
 @dataclass(frozen=True)
 class AttentionSpans:
@@ -58,7 +60,7 @@ class SharedPrompts:
 
 def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     """(lengths + 1,) int32: where each of them begins, and the end of the last."""
-    return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+    return to_device_async(torch.tensor((0, *lengths)).cumsum(0).int(), device)
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionSpans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp

@@ -6,6 +6,8 @@ build does. Nobody who has such a machine means to train on the CPU: that is an 
 
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -77,6 +79,13 @@ def wait_for(device: torch.device) -> None:
     """Until it has done what it was given: a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """The block by this name in a trace of torch's profiler, and on CUDA in one of Nsight Systems (NVTX)."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name) if uses_cuda() else nullcontext()
 
 
 def device_name() -> str:

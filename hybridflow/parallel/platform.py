@@ -293,6 +293,8 @@ def quiet_libraries() -> None:
         ".*(Apex|apex|Transformer Engine|transformer_engine).*",  # optional; the README says what they bring
         ".*(is experimental and still under active development|full scope is deprecated).*",  # megatron of itself
         r".*\.grad attribute of a Tensor that is not a leaf.*",  # megatron's distributed optimizer looks at all tensors
+        ".*large number of experts.*without fp32 routing.*",  # megatron; a router computes as the family's does
+        ".*TensorFloat32 tensor cores.*not enabled.*",  # torch's compiler; the line of kernels says so
     ):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated.*", category=FutureWarning)

@@ -143,7 +143,7 @@ class RunMemory:
 
     def __init__(self, run: PlacedRun) -> None:
         self.run, self.actor, self.rollout = run, run.actor, run.rollout
-        self._beside = run.config.generates_beside_training  # then ranks train or generate, all the time
+        self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
@@ -213,7 +213,7 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: in
         cut=cut,
         itemsize=ITEM_BYTES[config.actor.dtype],
         tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
-        sequences=config.rollout.max_num_seqs,
+        sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True),
     )
     return activations + kept_by_sampler(config, actor, pp=pp)
 
@@ -221,7 +221,7 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: in
 def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> int:
     if not second_runner(config.sampling, cuda=True, pp=pp):
         return 0
-    return sampler_bytes(actor, sequences=config.rollout.max_num_seqs)
+    return sampler_bytes(actor, sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True))
 
 
 def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:

@@ -54,7 +54,7 @@ class KVCacheSize:
 
 
 def size_kv_cache(
-    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
+    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, cuda: bool
 ) -> KVCacheSize:
     """What kv_cache_gib gives, or what the batch needs by the expected length of responses, in whole blocks. It must
     hold one sequence of the longest.
@@ -62,14 +62,15 @@ def size_kv_cache(
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
+    block_tokens = BLOCK_TOKENS["cuda" if cuda else "cpu"]
     own_blocks = 2 if spec.sliding_window else 1
     blocks_of_one = ceil(length / block_tokens)
     num_blocks = blocks_of_one + own_blocks
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
     block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
     needed = num_blocks * block_bytes
-    prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
-    sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
+    rows = config.rows_of_replica(len(rollout.replicas))
+    sequences = min(rows, config.rollout.sequences_of_step(rows, cuda=cuda))
     if config.rollout.kv_cache_gib is None:
         expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
         whole = max(sequences * expected, blocks_of_one) + own_blocks

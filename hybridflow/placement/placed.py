@@ -20,7 +20,7 @@ from hybridflow.errors import ConfigError, Reasons
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
-from hybridflow.placement.kv_cache import BLOCK_TOKENS, KVCacheSize, size_kv_cache
+from hybridflow.placement.kv_cache import KVCacheSize, size_kv_cache
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
 
@@ -82,6 +82,13 @@ class PlacedRun(PlacedModels):
         """Whether the engine replays CUDA graphs, which keep the addresses of the weights."""
         return self.cuda and not self.config.rollout.enforce_eager
 
+    def sequences_of_step(self, cache: KVCacheSize) -> int:
+        """Of the engine, at most, with this cache."""
+        config = self.config
+        expected = config.data.max_prompt_length + config.sampling.mean_response_length
+        rows = config.rows_of_replica(len(self.rollout.replicas))
+        return config.rollout.sequences_of_step(rows, cache.sequences(expected), cuda=self.cuda)
+
     @property
     def actor(self) -> PlacedModel:
         return self.models["actor"]
@@ -107,6 +114,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
     reasons.collect(check_trackers, config.metrics)
+    reasons.collect(config.check_traced_ranks, world_size)
     all_placed = not reasons.lines
     specs = _specs(config, reasons)
     for name, spec in specs.items():
@@ -124,8 +132,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
             engine = reasons.collect(_place_engine, config, specs["actor"], layouts["actor"], world_size)
     has_cuda = uses_cuda(config.platform) if cuda is None else cuda
     if engine is not None:
-        block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
-        kv_cache = reasons.collect(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+        kv_cache = reasons.collect(size_kv_cache, config, specs["actor"], *engine, cuda=has_cuda)
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
@@ -143,6 +150,7 @@ def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None =
     """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
+    reasons.collect(config.check_traced_ranks, world_size)
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridflow.architecture.flops import peak_flops
 from hybridflow.parallel.collectives import Collectives
-from hybridflow.parallel.device import device_name
+from hybridflow.parallel.device import device_name, named_range
 from hybridflow.parallel.host_memory import peak_resident_bytes
 from hybridflow.parallel.platform import Platform
 
@@ -54,7 +54,8 @@ class Stopwatch:
         start, waited = time.perf_counter(), self._waited()
         self._open.append(name)
         try:
-            yield
+            with named_range(name):
+                yield
         finally:
             self._open.pop()
         self._synchronize()

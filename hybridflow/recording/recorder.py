@@ -50,7 +50,7 @@ class RunSummary:
     @classmethod
     def unknown(cls) -> "RunSummary":
         """Of a rank that trains nothing."""
-        return cls(None, None, None, None, 0.0, 0.0)
+        return cls(None, None, None, None, tokens_per_sec=0.0, seconds=0.0)
 
     def rows(self, run_dir: Path, *, exported: bool = True) -> list[tuple[str, str]]:
         """(name, value) pairs for the closing table. exported: whether the trained model was written."""

@@ -58,6 +58,7 @@ class RunContext:
     watch: Stopwatch = field(default_factory=Stopwatch)
     overlap: bool = field(default_factory=overlaps_exchanges)  # what replicas exchange travels while they compute
     with_engines: Exchange | None = None
+    trainer_ranks: Sequence[int] = ()  # where engines have others
 
 
 class Role:
@@ -329,7 +330,9 @@ class TrainedRole(Role):
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
         sums = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
         divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
-        return torch.stack(sums).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
+        return torch.stack(sums).sum(0) / to_device_async(
+            torch.tensor(divisors, dtype=torch.float64), self._platform.device
+        )
 
     def _step(
         self,

@@ -8,7 +8,7 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.reserved import AddressSpace
+from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import (
@@ -40,46 +41,11 @@ from hybridflow.rollout.generation import (
     replica_responses,
     whole_rollout,
 )
+from hybridflow.rollout.partial import Segment, UnderWay, replica_segments, whole_segments
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.turns import Answers, LeaderBroadcast, TurnCounts, TurnTaking
-
-
-class EnvironmentRows(Protocol):
-    """Who makes the answers to a rollout's rows. counts: of this rank. num_rewards: parts that a row is given.
-
-    several: a row may have several sequences.
-    """
-
-    @property
-    def counts(self) -> TurnCounts: ...
-
-    @property
-    def num_rewards(self) -> int: ...
-
-    @property
-    def several(self) -> bool: ...
-
-    def conversations(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> Answers: ...
-
-
-@dataclass(frozen=True)
-class EnvironmentTurns:
-    """leads: this rank is the first of an engine replica, and therefore asks for the turns."""
-
-    environments: EnvironmentRows
-    agreement: LeaderBroadcast
-    leads: bool
-
-    def begin(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> TurnTaking:
-        """Open the turns of the next rollout."""
-        answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
-        return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
+from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
 
 
 @dataclass(frozen=True)
@@ -180,9 +146,10 @@ class Generator:
         return sized_here(placed, memory=memory, free=free, beside=beside)
 
     def _new_engine(self, actor: Actor) -> RolloutEngine:
-        config, rollout = self._placed.config, self._placed.config.rollout
+        config, changes = self._placed.config, {"max_num_seqs": self._placed.sequences_of_step(self.kv_cache)}
         if self.why_eager is not None:
-            rollout = rollout.model_copy(update={"enforce_eager": True})
+            changes["enforce_eager"] = True
+        rollout = config.rollout.model_copy(update=changes)
         return RolloutEngine(
             actor.spec.path,
             self.reshard.engine_tensor,
@@ -272,6 +239,11 @@ class Generator:
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         lines = [] if self.kv_cache.is_given else [f"rollout: {cache_words(self._placed, self.kv_cache)}"]
+        if self.engine is not None and (sizes := self.engine.graph_sizes()):
+            lines.append(
+                f"rollout: built the engine in {self.engine.build_seconds:.0f} s, with {len(sizes)} sizes of CUDA "
+                f"graphs, of {min(sizes)} to {max(sizes)} tokens a step, and at most {self.engine.most_rows} sequences"
+            )
         if self.why_eager is not None:
             lines.append(f"rollout: the engine runs without CUDA graphs: {self.why_eager}")
         return lines
@@ -310,6 +282,26 @@ class Generator:
             generation=generation,
         )
         return self.gathered(asked, self.responses(asked, releasing))
+
+    def generate_partly(self, under_way: UnderWay, *, wanted: int, iteration: int, max_staleness: int) -> None:
+        """Go on with groups until `wanted` of them are whole, and add what came to the rows. Collective over the world.
+
+        The engine is awake, with the weights that iteration `iteration` begins with.
+        """
+        config, own = self._placed.config, dict[tuple[int, int], Segment]()
+        work = under_way.work(
+            len(self.layout.replicas),
+            wanted=wanted,
+            iteration=iteration,
+            max_staleness=max_staleness,
+            sampling=config.sampling,
+        )
+        if self.engine is not None:
+            part = work[self.layout.coordinates(self._platform.rank).replica]
+            requests = under_way.requests(part.groups, config.seed, config.sampling)
+            own = replica_segments(self.engine, self.params["sampled"], requests, part)
+        contributed = own if self.layout.contributes(self._platform.rank) else {}
+        under_way.add(whole_segments(under_way, contributed, self._exchange), iteration - 1)
 
     def ask(
         self,

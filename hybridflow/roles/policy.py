@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
-from hybridflow.batch import RolloutBatch, Tokens, to_device_async
+from hybridflow.batch import RolloutBatch, Tokens, sequence_ends, to_device_async
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
@@ -75,7 +75,7 @@ class Actor(TrainedRole):
                 self.grid.layout,
                 rank=world.platform.rank,
                 world=world.with_engines or world.exchange,
-                trainers=world.exchange,
+                trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
             )
 
@@ -130,11 +130,11 @@ class Actor(TrainedRole):
             model.routing_counts = self.routing_counts if counts else None
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
-        temperature = _temperatures(self.temperature, batch)
+        temperature, ends = _temperatures(self.temperature, batch), sequence_ends(batch)
 
         def per_token(outputs: Outputs, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
             log_probs, entropy = _log_probs_and_entropy(self, outputs, mb, temperature(mb))
-            each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device))
+            each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device, ends=ends))
             return each, {"entropy": entropy, **known}
 
         return per_token

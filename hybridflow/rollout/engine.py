@@ -7,6 +7,7 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 
 import gc
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CacheUse
 from hybridflow.rollout.device import engine_device
-from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.patches import prepare_vllm, without_bars
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
 from hybridflow.rollout.runner import choose_runner
 
@@ -51,6 +52,7 @@ class Request:
     prompt: list[int]
     seed: int
     bucket: int = 0  # of prompt lengths: whose parameters are the request's
+    num_before: int = 0  # tokens of the response that the prompt ends with
 
 
 class RolloutEngine:
@@ -93,9 +95,9 @@ class RolloutEngine:
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
-        self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
+        self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
         place = layout.coordinates(platform.rank)
-        with preserved_random_state():
+        with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
                 model=str(model),
                 config_format="hf",  # some directories have another config beside config.json
@@ -109,7 +111,7 @@ class RolloutEngine:
                 pipeline_parallel_size=layout.pp,
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=self._most_rows,
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
@@ -120,7 +122,7 @@ class RolloutEngine:
                 seed=0,
                 **config.engine_arguments.given(),
             )
-        self._engine = self._llm.llm_engine
+        self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
@@ -158,6 +160,12 @@ class RolloutEngine:
         """Forget keys and values of earlier weights; must follow every reshard and every wake_up."""
         was_reset = self._llm.reset_prefix_cache()
         assert was_reset, "the prefix cache cannot be reset while requests run"
+
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Tokens of a step for which there is a CUDA graph, ascending; of an engine without graphs none."""
+        compilation = self._engine.vllm_config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or ()
+        return () if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE" else tuple(sizes)
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's parameters by vLLM's names."""
@@ -217,6 +225,10 @@ class RolloutEngine:
         """Add a request from the next step on: a name within vLLM. max_tokens: that it may have, where it is fewer."""
         own = params.clone()
         own.seed = request.seed
+        if request.num_before:
+            assert own.max_tokens is not None, "every response has a limit"
+            own.max_tokens -= request.num_before
+            own.min_tokens = max(0, own.min_tokens - request.num_before)
         if max_tokens is not None and max_tokens < (own.max_tokens or max_tokens + 1):
             own.max_tokens, own.min_tokens = max_tokens, min(own.min_tokens, max_tokens)
         return self._engine.add_request(name, {"prompt_token_ids": request.prompt}, own)
@@ -225,22 +237,41 @@ class RolloutEngine:
         """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
         self._engine.abort_request([name])
 
+    def finished(self) -> Iterator[tuple[str, Response]]:
+        """Take a step: the requests that it has finished, by the names that `add` was given."""
+        for output in self.step():
+            yield output.request_id, response_of(output.outputs[0])
+
+    def abort_all(self) -> list[tuple[str, list[int], list[float]]]:
+        """All requests end: by name the tokens, and their log-probs, that each has so far.
+
+        vLLM has no output for an aborted request. All ranks of a replica do it after the same step.
+        """
+        processor: Any = self._engine.output_processor
+        found = [
+            (
+                state.external_req_id,
+                list(state.detokenizer.output_token_ids),
+                list(state.logprobs_processor.logprobs.logprobs),
+            )
+            for state in processor.request_states.values()
+        ]
+        self._engine.abort_request([name for name, _, _ in found])
+        while self.is_busy:
+            self.step()
+        return found
+
     @property
     def is_busy(self) -> bool:
         """Whether requests run or wait."""
         return self._engine.has_unfinished_requests()
 
     def step(self) -> "list[RequestOutput]":
-        """The requests that have finished in one step of the engine. All ranks of a replica take it together."""
-        from vllm import RequestOutput
+        """The requests that have finished in one step of the engine. All ranks of a replica take it together.
 
-        with preserved_random_state():
-            outputs = self._engine.step()
-        finished = []
-        for output in outputs:
-            assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
-            finished += [output] if output.finished else []
-        return finished
+        torch's global generators may change: who generates preserves the random state, once for all steps.
+        """
+        return [output for output in self._engine.step() if output.finished]  # type: ignore[misc]
 
     def wait_until_idle(self) -> None:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
@@ -290,6 +321,7 @@ def _sampling_params(
         detokenize=needs_text,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # all copies for requests share sets and lists, to which vLLM adds the same of each
     )
 
 

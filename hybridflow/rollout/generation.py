@@ -28,6 +28,7 @@ from hybridflow.batch import (
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.turns import TurnTaking
@@ -133,10 +134,11 @@ def replica_responses(
     else:
         stream = turns.stream(engine, requests, rows, params, stepped=stepped)
     found: dict[int, Response] = {}
-    for i, response in stream:
-        found[i] = response
-        if listener is not None:
-            listener.on_response(rows[i], response)
+    with preserved_random_state():
+        for i, response in stream:
+            found[i] = response
+            if listener is not None:
+                listener.on_response(rows[i], response)
     responses = [found[i] for i in range(len(requests))]
     if listener is not None:
         listener.on_replica_done(own, responses)
@@ -150,13 +152,13 @@ def responses_to(
     index = torch.tensor(asked, dtype=torch.int64)
     texts = tuple(prompts.texts[i] for i in asked)
     some = PromptBatch(prompts.input_ids[token_index(prompts.lengths, index)], prompts.lengths[index], texts, {})
-    return _joined(
+    return joined_rollout(
         some,
         num_samples[index],
         torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
         torch.tensor([r.truncated for r in responses], dtype=torch.bool),
-        token_ids=_flat("i", (r.token_ids for r in responses)),
-        log_probs=_flat("f", (r.log_probs for r in responses)),
+        token_ids=flat("i", (r.token_ids for r in responses)),
+        log_probs=flat("f", (r.log_probs for r in responses)),
         flags=_flags(responses),
     )
 
@@ -180,10 +182,10 @@ def whole_rollout(
         ]
     )
     at, size = token_index(counts, where), int(counts.sum())
-    token_ids = exchange.gather(PartialTensor(size, at, _flat("i", (r.token_ids for r in responses))))
-    log_probs = exchange.gather(PartialTensor(size, at, _flat("f", (r.log_probs for r in responses))))
+    token_ids = exchange.gather(PartialTensor(size, at, flat("i", (r.token_ids for r in responses))))
+    log_probs = exchange.gather(PartialTensor(size, at, flat("f", (r.log_probs for r in responses))))
     flags = exchange.gather(PartialTensor(size, at, _flags(responses))) if num_rewards else None
-    batch = _joined(
+    batch = joined_rollout(
         request.prompts,
         request.counts,
         counts,
@@ -200,7 +202,7 @@ def whole_rollout(
     return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
 
 
-def _flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
+def flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
     """One tensor of all numbers: `i` int32, `f` float32. No object is made for a number, as torch.tensor does."""
     found = array(code)
     for each in lists:
@@ -219,7 +221,7 @@ def _flags(responses: Iterable[Response]) -> Tensor:
     return torch.from_numpy(np.asarray(found, dtype=np.uint8))
 
 
-def _joined(
+def joined_rollout(
     prompts: PromptBatch,
     num_samples: Tensor,
     counts: Tensor,
@@ -228,8 +230,11 @@ def _joined(
     token_ids: Tensor,
     log_probs: Tensor,
     flags: Tensor | None = None,
+    versions: Tensor | None = None,
 ) -> RolloutBatch:
     """Prompts and responses, packed one after the other. flags: of the responses' tokens; None: all are sampled.
+
+    versions: of the actor that chose each of them; None: nobody asks.
 
     The prompt of a row whose prompt has no tokens is what comes before the first token that the policy chose.
     """
@@ -237,7 +242,8 @@ def _joined(
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
     mask = response_mask(lengths, prompt_lengths)
-    input_ids, behind = torch.empty(len(mask), dtype=torch.int64), mask.numpy()
+    behind_prompts, behind = mask, mask.numpy()
+    input_ids = torch.empty(len(mask), dtype=torch.int64)
     input_ids.numpy()[behind] = token_ids.numpy()
     input_ids.numpy()[~behind] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)].numpy()
     rollout_log_probs, begins = placed(log_probs, mask), torch.zeros_like(mask)
@@ -254,4 +260,5 @@ def _joined(
         response_mask=mask,
         rollout_log_probs=rollout_log_probs,
         branch_starts=begins,
+        **({} if versions is None else {"versions": placed(versions, behind_prompts)[:, None]}),
     )

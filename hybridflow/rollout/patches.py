@@ -1,10 +1,12 @@
 """What vLLM 0.32.0 needs in order to live inside a trainer. Each change has a reason; none is made elsewhere."""
 
+import contextlib
 import functools
+import importlib
 import logging
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -75,6 +77,22 @@ def _patch_once() -> None:
 
     replace_in(core, cleanup_dist_env_and_memory=_keep_groups, freeze_gc_heap=_leave_heap)
     replace_in(worker, freeze_gc_heap=_leave_heap, init_distributed_environment=_use_joined_groups)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Within the block no bar of tqdm is drawn. vLLM draws one for each kind of CUDA graphs, without a setting."""
+    bar: Any = importlib.import_module("tqdm").tqdm
+    drawn = bar.__init__
+
+    def hidden(self: Any, *args: Any, **kwargs: Any) -> None:
+        drawn(self, *args, **{**kwargs, "disable": True})
+
+    replace_in(bar, __init__=hidden)
+    try:
+        yield
+    finally:
+        replace_in(bar, __init__=drawn)
 
 
 def _keep_groups(*args: object, **kwargs: object) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, offsets
@@ -63,15 +62,15 @@ class RoutingRecords:
         rank: int,
         world: Exchange,
         replicas: Exchange | None,
-        trainers: Exchange | None = None,
+        trainers: tuple[Exchange, Sequence[int]] | None = None,
     ) -> None:
         """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
 
-        trainers: of the ranks that write files; None: of all.
+        trainers: the exchange of the ranks that write files, and these ranks; None: all.
         """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
-        self._trainers = trainers or world
+        self._trainers, self._trainer_ranks = trainers or (world, range(world.group.size()))
         self._stages = actor.stages(sizes.num_layers)
         self._at = actor.coordinates(rank) if rank in actor else None
         self._keepers: dict[int, int] = {}  # the replica that keeps a record, by number
@@ -168,7 +167,6 @@ class RoutingRecords:
         if IDS not in tensors:
             return portable
         ids, lengths = tensors[IDS].tolist(), tensors["lengths"].tolist()
-        trainers = dist.get_process_group_ranks(self._trainers.group)
 
         def parcel(source: int, target: int) -> _Parcel:
             if target or source not in self._actor or self._actor.coordinates(source).tp:
@@ -180,8 +178,8 @@ class RoutingRecords:
         kept = {row: self._kept[number] for row, number in enumerate(ids) if number in self._kept}
         arrived = self._sent(
             self._trainers,
-            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in trainers],
-            [parcel(peer, self._rank) for peer in trainers],
+            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in self._trainer_ranks],
+            [parcel(peer, self._rank) for peer in self._trainer_ranks],
             lengths,
         )
         if self._rank == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import Stopped
-from hybridflow.flows.draws import Draw, PromptDraws
+from hybridflow.flows.draws import PromptDraw, PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import NO_IDS, heldout_rollout
 from hybridflow.parallel.engine_orders import END, EngineOrders
@@ -78,6 +78,7 @@ class EnginesApart:
 
     everyone: Exchange
     trainers: dist.ProcessGroup | None
+    trainer_ranks: tuple[int, ...]
     orders: EngineOrders
     replica: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -85,18 +86,19 @@ class EnginesApart:
     @classmethod
     def of_run(cls, placed: PlacedRun, groups: ProcessGroups, platform: Platform) -> "EnginesApart | None":
         """None where models and engine take turns. Collective over the world."""
-        if not placed.config.rollout.max_staleness:
+        if not placed.config.rollout.is_one_step_off:
             return None
         layout, rank = placed.rollout, platform.rank
         trainers = tuple(rank for rank in range(placed.world_size) if rank not in layout)
         store = StoreClient(fresh_store(), "orders")
         own = layout.replicas[layout.coordinates(rank).replica] if rank in layout else ()
         return cls(
-            Exchange(world_group(), platform.device),
-            groups.own([trainers]),
-            EngineOrders(store, gives=rank == trainers[0]),
-            own,
-            groups.own(layout.replicas) if len(layout.replicas[0]) > 1 else None,
+            everyone=Exchange(world_group(), platform.device),
+            trainers=groups.own([trainers]),
+            trainer_ranks=trainers,
+            orders=EngineOrders(store, gives=rank == trainers[0]),
+            replica=own,
+            group=groups.own(layout.replicas) if len(layout.replicas[0]) > 1 else None,
         )
 
     @property
@@ -106,7 +108,10 @@ class EnginesApart:
 
 
 class EngineRanks:
-    """Of this rank. sets: held-out sets of an evaluation, by the iteration and whether it is of all sets."""
+    """Of this rank. sets: held-out sets of an evaluation, by the iteration and whether it is of all sets.
+
+    look_at_inputs: what all ranks do together before the first iteration, where an environment begins rows.
+    """
 
     def __init__(
         self,
@@ -116,14 +121,15 @@ class EngineRanks:
         *,
         draws: PromptDraws,
         sets: Callable[[int, bool], Sequence[HeldoutSet]],
+        look_at_inputs: Callable[[], object],
         records: RoutingRecords | None,
         watchdog: Watchdog,
         watch: Stopwatch,
     ) -> None:
         self._config, self._generator, self._apart, self._orders = config, generator, apart, apart.orders
-        self._draws, self._sets, self._records = draws, sets, records
+        self._draws, self._sets, self._look_at_inputs, self._records = draws, sets, look_at_inputs, records
         self._watchdog, self._watch = watchdog, watch
-        self._draw: Draw | None = None
+        self._draw: PromptDraw | None = None
         self._asked: AskedResponses | None = None
         self._own = RowResponses()
         self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
@@ -134,6 +140,7 @@ class EngineRanks:
             match order["act"]:
                 case "begin":
                     open_rank_log()
+                    self._look_at_inputs()
                 case "draw":
                     self._draw = self._draws.draw(order["position"])
                 case "prompts":
@@ -142,7 +149,7 @@ class EngineRanks:
                     with self._watchdog.phase("rollout"):
                         self._generator.sync_weights()
                 case "generate":
-                    self._generate(order["iteration"])
+                    self._respond(order["iteration"])
                 case "hand_over":
                     self._hand_over()
                 case "evaluate":
@@ -153,7 +160,7 @@ class EngineRanks:
         if order["saved"] is not None:
             raise Stopped("where the models train", saved=order["saved"])
 
-    def _generate(self, iteration: int) -> None:
+    def _respond(self, iteration: int) -> None:
         assert self._draw is not None, "prompts are drawn first"
         self._idle_seconds += time.perf_counter() - self._idle_since
         samples, draw = self._config.sampling.samples, self._draw

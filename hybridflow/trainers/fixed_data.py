@@ -33,6 +33,7 @@ from hybridflow.placement.placed import PlacedFixed, place_fixed
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
@@ -83,7 +84,11 @@ class FixedDataTrainer:
         self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
             config, digests, self.models.trained(), platform=platform, watchdog=self.watchdog
         )
-        self.hooks = RunHooks(should_stop=self.checkpoint_manager.should_stop, decode=self.inputs.decode)
+        self.hooks = RunHooks(
+            should_stop=self.checkpoint_manager.should_stop,
+            decode=self.inputs.decode,
+            trace=stage_traces(config.metrics.profile, config.run_dir, platform.rank),
+        )
         self.book = FixedDataBookkeeping(
             config,
             self.models,

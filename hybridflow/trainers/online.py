@@ -9,7 +9,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.staleness import staleness_notes
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.mixture import mixture_lines
@@ -27,11 +28,8 @@ from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.dynamic_sampling import with_records
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
-from hybridflow.flows.generation import Generation
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
-from hybridflow.flows.one_step_off import OneStepOffGeneration
-from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
@@ -40,14 +38,13 @@ from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.parallel.store_client import StoreClient
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
-from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
 from hybridflow.placement.placed import place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
@@ -63,6 +60,7 @@ from hybridflow.trainers.building import (
 )
 from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
+from hybridflow.trainers.generating import generation_of, overlapped_scoring
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 from hybridflow.user_code import search_beside
@@ -135,6 +133,7 @@ class OnlineTrainer:
             self.placed.bucket_bytes,
             watch,
             with_engines=None if apart is None else apart.everyone,
+            trainer_ranks=() if apart is None else apart.trainer_ranks,
         )
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self._load_checkpoint(digests, group)
@@ -192,6 +191,7 @@ class OnlineTrainer:
             self.apart,
             draws=PromptDraws(self.config, self.inputs.train),
             sets=lambda iteration, whole: heldout_sets(self.config, self.inputs, iteration, whole=whole),
+            look_at_inputs=lambda: self.inputs.understood(self.config),
             records=self._records,
             watchdog=self.watchdog,
             watch=watch,
@@ -204,8 +204,22 @@ class OnlineTrainer:
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
             load_rollout=self._load_rollout,
+            trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
-        self.generation = self._generation(world)
+        scoring, self.notices = overlapped_scoring(self.placed, self.roles, world)
+        self.generation = generation_of(
+            config,
+            self.generator,
+            scoring,
+            self.roles,
+            apart=self.apart,
+            manager=self.checkpoint_manager,
+            draws=PromptDraws(config, self.inputs.train),
+            stop=self.stop,
+            platform=self.platform,
+            watch=watch,
+            hooks=self.hooks,
+        )
         self.book = OnlineBookkeeping(
             config,
             self.roles,
@@ -219,52 +233,8 @@ class OnlineTrainer:
             trains=self.trains,
         )
         self.run = Run(config, self.book, self.generation)
-        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None)
+        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None, under_way=None)
         self.run.state = with_records(state, self._records)
-
-    def _generation(self, world: RunContext) -> Generation:
-        generator, scoring, apart = self.generator, self._overlapped_scoring(world), self.apart
-        given: dict[str, Any] = {"platform": self.platform, "watch": world.watch, "hooks": self.hooks}
-        if apart is None:
-            return Generation(generator, scoring, self.roles, self.config.sampling, **given)
-        assert isinstance(generator, Generator), "a replay has no engine apart"
-        state = self.checkpoint_manager.state
-        generation = OneStepOffGeneration(
-            generator,
-            scoring,
-            self.roles,
-            self.config.sampling,
-            draws=PromptDraws(self.config, self.inputs.train),
-            begins_rows=self.config.data.environment is not None,
-            orders=apart.orders,
-            everyone=apart.everyone,
-            stop=lambda: self.stop.ask("a signal to a rank of the engine"),
-            following=None if state is None else state.next_rollout,
-            **given,
-        )
-        self.checkpoint_manager.completed = generation.completed
-        return generation
-
-    def _overlapped_scoring(self, world: RunContext) -> OverlappedScoring:
-        """Collective over the world."""
-        placed, rank = self.placed, self.platform.rank
-        known = self.roles.scoring()
-        models = [
-            OverlappedModel(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
-            for name in models_that_wait(placed)
-            if placed.config.data.environment is None  # what it has written is not announced
-        ]
-        self.notices = StoreClient(platforms.fresh_store(), "while waiting") if models else None
-        return OverlappedScoring(
-            models,
-            self.roles.scorer,
-            placed.rollout,
-            rank=rank,
-            groups=world.groups,
-            notices=self.notices,
-            exchange=self.exchange,
-            watch=world.watch,
-        )
 
     def _load_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
         """What an earlier start of the run has generated for the iteration in which it ended."""
@@ -406,7 +376,8 @@ class OnlineTrainer:
 
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [*self.generator.notes(), *environment_notes(self.config)]
+        notes = [*self.generator.notes(), *self.generation.notes(), *staleness_notes(self.config)]
+        notes += environment_notes(self.config)
         if self.trains:
             notes += warmup_notes(self.config, num_iterations)
         notes += evaluation_notes(self.config)

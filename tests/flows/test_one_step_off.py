@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridflow.checkpoint.store import step_name
+from hybridflow.checkpoint.state import load_state
+from hybridflow.checkpoint.store import read_manifest, step_name
 from hybridflow.convert.main import main as convert
 from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
@@ -27,6 +28,14 @@ OF_GRPO = ["critic=null", "sampling.samples_per_prompt=2", "algorithm=" + json.d
 OF_PPO = ["algorithm=" + json.dumps(PPO), "algorithm.kl.controller=adaptive", "reward.normalization=running"]
 STALE, TP1 = "rollout.max_staleness=1", "rollout.tensor_parallel_size=1"
 STILL = ["actor.optimizer.lr=0", "critic.optimizer.lr=0"]
+EVALUATES = ["metrics.eval_interval=2", "metrics.eval_reward=hybridflow.rewards:exact_match"]
+POISONED = "algorithm={name: custom, flow: 'tests.flows.stale_flows:poisoned_once', roles: [actor, reward]}"
+SAMPLED_TWICE = {"max_generation_rounds": 2}
+DYNAMIC = [
+    *("critic=null", "reference=null", "sampling.samples_per_prompt=2"),
+    "reward=" + json.dumps({"functions": [{"function": "tests.flows.dynamic_rewards:first_is_a_digit"}]}),
+    "algorithm=" + json.dumps(GRPO | {"kl": {"use": "none"}, "dynamic_sampling": SAMPLED_TWICE}),
+]
 RUNS = {
     "sync": [*OF_GRPO, TP1, STILL[0]],
     "stale": [*OF_GRPO, TP1, STILL[0], STALE],
@@ -37,6 +46,10 @@ RUNS = {
     "again": [*OF_GRPO, TP1, STALE],
     "short": [*OF_GRPO, TP1, STALE, "num_iterations=3"],
     "short longer": [*OF_GRPO, TP1, STALE],
+    "evaluates": [*OF_GRPO, TP1, STALE, *EVALUATES],
+    "poisoned": [*OF_GRPO, TP1, STALE, POISONED, "reference=null", "nonfinite={action: skip}"],
+    "dynamic": [*DYNAMIC, TP1, STALE],
+    "dynamic-tp2": [*DYNAMIC, STALE],
 }
 # what only a synchronous run, or the other, has or counts so
 OTHER = ("reshard/", "staleness")
@@ -50,6 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["reward"]["models"][0]["ranks"] = "0-1"
     config.write_text(json.dumps(tree))
     runs = {name: [*COMMON, *overrides] for name, overrides in RUNS.items()}
+    runs["evaluates"].append(f"data.heldout={root / 'inputs' / 'heldout.jsonl'}")
     run_ranks(4, "tests.flows.one_step_off_worker", config, json.dumps(runs))
     return root
 
@@ -81,6 +95,29 @@ def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> N
     first, last = (batch(root / name, NUM_ITERATIONS) for name in ("learns", other))
     assert first["input_ids"].tolist() == last["input_ids"].tolist()
     assert len({row["actor/grad_norm"] for row in expected}) == NUM_ITERATIONS, "it learns"
+
+
+def test_an_evaluation_changes_nothing_and_is_of_the_newest_weights(root: Path) -> None:
+    expected, found = rows(root / "learns", "reshard/"), rows(root / "evaluates", "reshard/")
+    assert [bool(row["eval/accuracy"]) for row in found] == [True, False, True, False, True, True]  # of 0 to 5
+    assert [{name: row[name] for name in expected[0]} for row in found[1:]] == expected
+
+
+def test_an_iteration_that_loses_a_step_costs_no_rollout(root: Path) -> None:
+    """The rollout that was under way beside it is trained on next."""
+    lengths = [row["rollout/response_length_mean"] for row in rows(root / "poisoned")]
+    assert [bool(x) for x in lengths] == [True, True, False, True, True]
+    ages = [batch(root / "poisoned", number)["versions"].unique().tolist() for number in (1, 2, 4, 5)]
+    assert ages == [[0], [0], [2], [3]]
+
+
+def test_further_rounds_of_dynamic_sampling_take_the_rollout_that_is_under_way(root: Path) -> None:
+    """A group is one update old, or two where it was left over from the iteration before."""
+    found = rows(root / "dynamic")
+    assert "2.0" in {row["rollout/generation_rounds"] for row in found}
+    assert {float(row["rollout/staleness_max"]) for row in found[1:]} <= {1.0, 2.0}
+    same = [batch(root / name, NUM_ITERATIONS)["input_ids"].tolist() for name in ("dynamic", "dynamic-tp2")]
+    assert same[0] == same[1]
 
 
 def batch(run: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -122,3 +159,58 @@ def test_a_run_that_is_prolonged_says_that_it_is_not_the_longer_run(root: Path) 
     short, long = rows(root / "short", "reshard/"), rows(root / "learns", "reshard/")
     assert [row["rollout/staleness_mean"] for row in short] == ["0.0", "1.0", "1.0", "0.0", "1.0"]
     assert short[:3] == long[:3]
+
+
+# ------------------------------------------------------------------------------------------------ ends in between
+
+# where: (module:function, rank, number of the call)
+PLACES = {
+    "generation": ("hybridflow.trainers.engine_ranks:EngineRanks._respond", "3", "4"),
+    "weights": ("hybridflow.roles.generator:Generator.sync_weights", "2", "3"),
+    "hand-over": ("hybridflow.roles.generator:Generator.gathered", "1", "3"),
+    "update": ("hybridflow.models.optimizer:TrainedModel.step", "0", "3"),
+    "state": ("hybridflow.checkpoint.writer:write_state", "0", "3"),
+    "manifest": ("hybridflow.checkpoint.store:_write_manifest", "0", "3"),
+}
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=() if place == "generation" else pytest.mark.thorough) for place in PLACES]
+)
+def test_a_run_whose_rank_is_killed_ends_as_any_other(place: str, root: Path) -> None:
+    name = f"killed-{place.replace(' ', '-')}"
+    function, rank, number = PLACES[place]
+    overrides = [*COMMON, *RUNS["learns"], f"name={name}"]
+    command = (4, "tests.checkpoint.killed_worker", rank, function, number, "0", root / "config.yaml", *overrides)
+    assert run_ranks(*command, check=False).returncode != 0
+    done = run_ranks(4, "hybridflow.train", root / "config.yaml", *overrides)
+    assert "resumes from" in done.stdout
+    assert rows(root / name, "reshard/") == rows(root / "learns", "reshard/")
+    for iteration in (NUM_ITERATIONS - 1, NUM_ITERATIONS):
+        found, expected = (saved(root / run, iteration) for run in (name, "learns"))
+        assert found == expected
+
+
+def saved(run: Path, iteration: int) -> dict[str, object]:
+    """Checksums of weights, of the optimizer's state, and of the next rollout, which an unfinished run has."""
+    directory = run / "checkpoints" / step_name(iteration)
+    files = {name: its for name, its in read_manifest(directory).files.items() if name.endswith(".distcp")}
+    assert files
+    file = directory / "next_rollout.safetensors"
+    assert file.exists() == (iteration < NUM_ITERATIONS)
+    following = {name: x for name, x in load_file(file).items() if name != "report"} if file.exists() else {}
+    return files | {name: x.tolist() for name, x in following.items()}
+
+
+def test_a_run_that_is_told_to_end_keeps_the_rollout_that_it_was_to_train_on(root: Path) -> None:
+    """Told within the third iteration, before its first step: the fourth's rollout, under way, is dropped."""
+    name, overrides = "told", [*COMMON, *RUNS["learns"], "name=told"]
+    command = (4, "tests.flows.told_worker", "3", root / "config.yaml", *overrides)
+    done = run_ranks(*command, check=False)
+    assert done.returncode != 0
+    assert "stopped in iteration 3, before its first step" in done.stdout + done.stderr
+    kept = load_state(root / name / "checkpoints" / step_name(2)).state.next_rollout
+    assert kept is not None and (kept.iteration, kept.version) == (3, 1)
+    run_ranks(4, "hybridflow.train", root / "config.yaml", *overrides)
+    assert rows(root / name, "reshard/") == rows(root / "learns", "reshard/")
+    assert saved(root / name, NUM_ITERATIONS) == saved(root / "learns", NUM_ITERATIONS)

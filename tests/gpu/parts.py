@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.models.attention import PackedSequences, attention_by_length
 from hybridflow.models.layer_classes import attention_functions
@@ -24,6 +25,7 @@ from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.gpu.kernel_parts import KERNEL_PARTS, Line
 from tests.launch import torchrun
 from tests.reshard.simulated import SimulatedDevice
+from tests.tiny_models import make_tokenizer
 
 NUM_ROUNDS = 10
 Groups = list[tuple[int, tuple[int, ...]]]  # prompts, and what follows each
@@ -166,6 +168,44 @@ def loop_with_gathered_weights(device: torch.device, folder: Path) -> list[Line]
     ]
 
 
+def engine_and_update_speed(device: torch.device, folder: Path) -> list[Line]:
+    """Steps of the engine beside vLLM's alone, idle time, wake and sleep, an update: beside what an H100 has shown."""
+    cuda = device.type == "cuda"
+    config = speed_config(folder, small=not cuda)
+    torchrun(
+        1, "-m", "tests.gpu.speed_worker", "run", config, folder / "run.json", environment=None if cuda else CPU_ONLY
+    )
+    ours = json.loads((folder / "run.json").read_text())
+    torchrun(
+        1,
+        "-m",
+        "tests.gpu.speed_worker",
+        "plain",
+        config,
+        folder / "plain.json",
+        environment=None if cuda else CPU_ONLY,
+    )
+    alone, metrics = json.loads((folder / "plain.json").read_text()), ours["metrics"]
+    rate = metrics["rollout/throughput_tokens_per_sec"]
+    mfu = metrics.get("speed/actor_update_mfu")
+    update = f"{metrics['time/actor_update_seconds']:.2f} s, {metrics['speed/actor_update_tflops']:.3g} TFLOP/s"
+    return [
+        _beside("engine step", f"{ours['step ms']:.2f} ms of at most {ours['rows a step']} rows", "9.0 ms of 256"),
+        _beside("vLLM alone, plain", f"{alone['plain ms']:.2f} ms", "8.4 ms of 256"),
+        _beside(
+            "vLLM alone, log-probs and seeds as asked",
+            f"{alone['as asked ms']:.2f} ms",
+            "12.5 to 14.5 ms of 256, by rate",
+        ),
+        _beside("generation", f"{rate:,.0f} tokens/s", "29,100 tokens/s"),
+        _beside("GPU idle in generation", f"{ours['idle']:.0%}" if "idle" in ours else "no GPU", "64 to 74 %"),
+        _beside("wake", f"{ours['wake ms']:.1f} ms", "27 to 33 ms"),
+        _beside("sleep", f"{ours['sleep ms']:.1f} ms", "17 to 26 ms"),
+        _beside("bytes lost in five wakes and sleeps", f"{ours['lost bytes']:+,}", "+0", right=ours["lost bytes"] == 0),
+        _beside("update of the actor", update + (f", MFU {mfu:.1%}" if mfu else ""), "2.91 s, MFU 50.7 %"),
+    ]
+
+
 PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
@@ -174,6 +214,7 @@ PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     attention_of_shared_prompts,
     training_beside_the_cpu,
     loop_with_gathered_weights,
+    engine_and_update_speed,
 )
 CPU_ONLY = {"HYBRIDFLOW_PLATFORM": "cpu"}
 
@@ -229,6 +270,51 @@ def _config(folder: Path, *, dtype: str = "float32", lr: float = 1e-3, **changes
         role["dtype"] = dtype
     path.write_text(json.dumps(config))
     return path
+
+
+def _beside(name: str, found: str, on_h100: str, *, right: bool = True) -> Line:
+    """With what one H100 has shown on 2026-11-27: docs/explanation/gpus.md."""
+    return Line(name, f"{found} (an H100: {on_h100})", right)
+
+
+def speed_config(folder: Path, *, small: bool) -> Path:
+    """GRPO on random weights of Llama-3.2-1B's shape: 64 prompts x 8 responses of 128 + 256 tokens; or a tiny one."""
+    prompts, samples, prompt, response, dtype = (4, 2, 8, 8, "float32") if small else (64, 8, 128, 256, "bfloat16")
+    model, rows = folder / "model", folder / "train.jsonl"
+    _make_llama(model, small=small)
+    texts = ["".join(str((row * i + i // 7) % 10) for i in range(prompt)) for row in range(3 * prompts)]
+    rows.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    config = {
+        "name": "speed",
+        "output_dir": str(folder),
+        "num_iterations": 2 if small else 3,
+        "data": {"train": str(rows), "prompts_per_iteration": prompts, "max_prompt_length": prompt},
+        "sampling": {"samples_per_prompt": samples, "max_response_length": response, "ignore_eos": True},
+        "actor": {"model": str(model), "dtype": dtype, "micro_batch_tokens": 40 if small else 16384},
+        "reference": {"model": str(model), "dtype": dtype},
+        "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
+        "algorithm": {"name": "grpo"},
+        "metrics": {"tensorboard": False},
+    }
+    config["actor"]["optimizer"] = {"lr": 1e-6}
+    if small:
+        config["rollout"] = {"kv_cache_gib": 1 / 64}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return folder / "config.yaml"
+
+
+def _make_llama(directory: Path, *, small: bool) -> None:
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=100)
+    if not small:
+        sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
+        sizes |= dict(vocab_size=128256)
+    heads = 2 if small else 8
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=heads, head_dim=32 if small else 64, tie_word_embeddings=True, eos_token_id=2
+    )
+    with torch.device("cpu" if small else "cuda"):
+        LlamaForCausalLM(config).to(torch.float32 if small else torch.bfloat16).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
 
 
 def _metrics(run: Path) -> list[dict[str, str]]:

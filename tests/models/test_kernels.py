@@ -63,6 +63,7 @@ def test_attention_of_models_in_float32_is_said_for_them_alone() -> None:
     some = kernel_line(ALL, BOTH | {"reference": "float32"}, adam=True)
     assert "; attention by flash attention 3" in some
     assert "; attention of reference by torch's scaled_dot_product_attention (flash takes 16 bits);" in some
+    assert "; products of reference without TF32;" in some
     assert "Adam" not in kernel_line(ALL, BOTH, adam=False)
     assert "flash attention" not in kernel_line(ALL, {"actor": "float32"}, adam=True)
 

@@ -322,3 +322,35 @@ def test_that_torch_finds_no_cuda_is_kept_out_where_a_cpu_is_meant(cuda: bool, m
     logger.manager._clear_cache()
     platforms.quiet_libraries()
     assert logger.isEnabledFor(logging.WARNING) == cuda
+
+
+class OnHopper:
+    """What torch's compiler asks before it speaks of TF32."""
+
+    is_available, get_device_capability = staticmethod(lambda: True), staticmethod(lambda: (9, 0))
+
+
+def test_what_megatron_and_the_compiler_say_on_gpus_is_not_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own words, by their own code: a mixture of 64 experts, float32 products in two places of the compiler."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes import fuse_attention
+
+    for name in ("is_available", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, getattr(OnHopper, name))
+
+    def speak(quiet: Callable[[], object]) -> list[str]:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            quiet()
+            TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, num_moe_experts=64)
+            for module in (compile_fx, fuse_attention):
+                module._warn_tf32_disabled.__wrapped__()
+        return [
+            str(each.message)
+            for each in heard
+            if "experts" in str(each.message) or "TF32" in str(each.message) or "TensorFloat32" in str(each.message)
+        ]
+
+    assert len(speak(lambda: None)) == 3
+    assert speak(platforms.quiet_libraries) == []

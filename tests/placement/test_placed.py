@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,32 @@ def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whol
     run = load(inputs, tmp_path, *keys, "rollout.kv_cache_gib=null", cuda=cuda)
     assert run.kv_cache.of_stage(run.stages, 0) == run.kv_cache.within(whole).whole == whole
     assert run.kv_cache.within(whole - 1).whole == whole - 1
+
+
+# the same replicas: twice as many rows each as samples, of two blocks of 16 tokens
+@pytest.mark.parametrize(
+    ("keys", "cuda", "held", "most"),
+    [
+        (("sampling.samples_per_prompt=200",), True, 400, 400),
+        (("sampling.samples_per_prompt=200",), True, 300, 300),  # more would be preempted
+        (("sampling.samples_per_prompt=200",), True, 30, 256),
+        (("sampling.samples_per_prompt=200",), False, 400, 256),
+        (("sampling.samples_per_prompt=600",), True, 1200, 512),  # of a larger step there is no graph
+        (("sampling.samples_per_prompt=3",), True, 6, 256),  # an evaluation may have more rows
+        (("sampling.samples_per_prompt=200", "rollout.max_num_seqs=64"), True, 400, 64),
+        (("sampling.samples_per_prompt=200", "rollout.max_num_seqs=900"), True, 400, 900),
+    ],
+)
+def test_a_step_takes_the_rows_of_a_replica_on_gpus(inputs, tmp_path, keys, cuda, held, most):
+    run = load(inputs, tmp_path, *keys, "rollout.kv_cache_gib=null", cuda=cuda)
+    cache = replace(run.kv_cache, whole=(held * (2 if cuda else 1) + 1) * run.kv_cache.block_bytes)
+    assert cache.sequences(20) == held and run.sequences_of_step(cache) == most
+
+
+def test_the_default_cache_has_room_for_the_step(inputs, tmp_path):
+    """Of 512 rows at a time, no longer of 256."""
+    run = load(inputs, tmp_path, "sampling.samples_per_prompt=600", "rollout.kv_cache_gib=null", cuda=True)
+    assert run.kv_cache.sequences(20) == 512 == run.sequences_of_step(run.kv_cache)
 
 
 def test_without_memory_for_one_sequence_that_is_said(inputs, tmp_path):

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs
 
 from hybridflow.batch import PromptBatch
+from hybridflow.config import SamplingConfig
 from hybridflow.config.length_buckets import LengthBuckets, always
-from hybridflow.rollout.engine import Response
-from hybridflow.rollout.generation import prompts_of_replicas, responses_to
+from hybridflow.parallel.platform import Platform
+from hybridflow.rollout import engine as engine_module
+from hybridflow.rollout.engine import Response, RolloutEngine
+from hybridflow.rollout.generation import RolloutRequest, prompts_of_replicas, replica_responses, responses_to
 
 
 def prompts(lengths: list[int]) -> PromptBatch:
@@ -65,3 +70,52 @@ def test_a_prompt_that_is_known_ends_where_it_ends() -> None:
     responses = [Response([3, 4], [0.0, -0.4], False, sampled=[False, True])]
     batch = responses_to(prompts([2]), [0], torch.tensor([1]), responses)
     assert batch.prompt_lengths.tolist() == [2] and batch.response_mask.tolist() == [False, False, False, True]
+
+
+class Drawing:
+    """vLLM's engine as far as it is asked: a step draws from torch's global generator, as the older runner may."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, SamplingParams]] = []
+        self.left = 0
+        self.drawn: list[float] = []
+
+    def add_request(self, name: str, prompt: dict, params: SamplingParams) -> str:
+        self.asked.append((name, params))
+        self.left += 1
+        return f"{name}-of-vLLM"
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[RequestOutput]:
+        """One request ends, another goes on."""
+        self.drawn.append(float(torch.rand(())))
+        self.left -= 1
+        log_probs = FlatLogprobs(start_indices=[0], end_indices=[1], token_ids=[5], logprobs=[-0.5])
+        output = CompletionOutput(0, "", [5], None, log_probs, finish_reason="length")
+        common = dict(prompt=None, prompt_token_ids=[1], prompt_logprobs=None, outputs=[output])
+        return [RequestOutput("9", finished=False, **common), RequestOutput(str(self.left), finished=True, **common)]
+
+
+def test_a_rollout_leaves_torchs_random_state_and_copies_parameters_once() -> None:
+    """The state is saved once for all steps, and a request's own seed is the request's alone."""
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine._engine, engine._routing, engine._platform = Drawing(), None, Platform(torch.device("cpu"), 0, 0, 1)
+    sampling = SamplingConfig(max_response_length=1)
+    params = engine_params(sampling)
+    counts = torch.full((2,), 2)
+    request = RolloutRequest(prompts([1, 1]), counts, sampling, seed=(1, 1), first_prompt=0)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    found = replica_responses(engine, [params], request, [0, 1])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(engine._engine.drawn)) == 4  # the state goes on from step to step
+    assert [r.token_ids for r in found.responses] == [[5]] * 4
+    asked = [own for _, own in engine._engine.asked]
+    assert len({own.seed for own in asked}) == 4 and params.seed is None
+    assert all(own.stop_token_ids is params.stop_token_ids for own in asked)
+
+
+def engine_params(sampling: SamplingConfig) -> SamplingParams:
+    return engine_module._sampling_params(sampling, (2,), needs_text=False, temperature=1.0)

@@ -141,7 +141,7 @@ def test_a_step_may_be_shorter_than_a_prompt_where_prompts_come_in_chunks(device
         max_model_len=longest,
         is_encoder_decoder=False,
         max_num_batched_tokens=tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.most_sequences,
         enable_chunked_prefill=chunked,
     )
     assert RolloutConfig(max_num_seqs=9000).batched_tokens(64, cuda=is_cuda) == 9000  # vLLM's rule

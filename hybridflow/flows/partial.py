@@ -1,0 +1,139 @@
+"""Partial rollouts: an iteration trains on the groups that are whole first; other rows go on in the next iteration.
+
+    iteration k:   draw prompts | sync weights | generate until `prompts_per_iteration` groups are whole | flow on them
+
+Rows under way keep their tokens and are read again with the new weights (`rollout.partial`). On shared ranks models
+and engine take turns as in a synchronous run; what an iteration need not wait for is the longest responses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.state import RunState
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import FlowError
+from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greedy, Sampled
+from hybridflow.recording.iteration import Metrics
+from hybridflow.roles.generator import Generator
+from hybridflow.rollout.partial import PartialGroup, PartialRow, UnderWay, rollout_of_groups
+
+CACHE = "kv_cache_bytes"
+ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
+
+
+class PartialGeneration(Generation):
+    """Draws the prompts, too: as many as bring the groups under way to `oversample` times the iteration's.
+
+    under_way: tensors of a checkpoint; None: no group is under way.
+    """
+
+    generator: Generator
+
+    def __init__(
+        self,
+        generator: Generator,
+        *given: Any,
+        config: ExperimentConfig,
+        draws: PromptDraws,
+        under_way: dict[str, Tensor] | None,
+        **named: Any,
+    ) -> None:
+        super().__init__(generator, *given, **named)
+        assert config.rollout.partial is not None, "partial rollouts"
+        self.draws, self._data, self._config = self, draws, config
+        self._wanted = config.data.prompts_per_iteration
+        self._most = ceil(config.rollout.partial.oversample * self._wanted)
+        self._under_way = UnderWay() if under_way is None else UnderWay.of_tensors(under_way)
+        self._before = self._saved()  # of the iteration
+        self._iteration = 0
+        self._bytes_before = None if under_way is None else int(under_way[CACHE])
+
+    # ---- prompts
+
+    def draw(self, position: int) -> PromptDraw:
+        """See `Draws`: those that are admitted next."""
+        draw = self._data.draw(position, self._most - len(self._under_way.groups))
+        samples = self._sampling.samples.for_lengths(draw.batch.lengths.tolist())
+        for place, (number, ids) in enumerate(zip(draw.numbers, draw.batch.token_lists(), strict=True)):
+            rows = [PartialRow() for _ in range(samples[place])]
+            self._under_way.groups.append(PartialGroup(number, draw.first + place, self._iteration, ids, rows))
+        return draw
+
+    def at(self, numbers: Sequence[int]) -> PromptBatch:
+        """See `Draws`."""
+        return self._data.at(numbers)
+
+    # ---- an iteration
+
+    def begin(self, iteration: int, num_iterations: int) -> None:
+        """See `Generation`."""
+        super().begin(iteration, num_iterations)
+        self._iteration, self._before = iteration, self._saved()
+
+    def responses(
+        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
+    ) -> tuple[RolloutBatch, ...]:
+        """The groups that are whole first: `taken` has their prompts. Errors: FlowError."""
+        if list(kinds) != [SAMPLED] or self._num_sampled:
+            raise FlowError(f"{ONE_ROLLOUT} one sampled rollout after each draw, and nothing else")
+        with self.engine_awake(), self._watch.phase("generate"):
+            self.generator.generate_partly(
+                self._under_way,
+                wanted=self._wanted,
+                iteration=iteration,
+                max_staleness=self._config.rollout.max_staleness,
+            )
+        groups = self._under_way.take(self._wanted)
+        self._num_sampled = 1
+        numbers = tuple(group.number for group in groups)
+        prompts = self.at(numbers)
+        self.taken = numbers, prompts
+        rollout = rollout_of_groups(groups, prompts)
+        self.scoring.begin(
+            prompts,
+            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
+            limits=self._sampling.limits,
+            generates=False,
+            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
+        )
+        self.scoring.assign_rest(rollout)
+        return (rollout,)
+
+    # ---- what is kept
+
+    def completed(self, state: RunState) -> RunState:
+        """The state of a checkpoint: with the groups that are under way."""
+        return state if state.under_way is not None else replace(state, under_way=self._saved())
+
+    def _saved(self) -> dict[str, Tensor]:
+        return self._under_way.tensors() | {CACHE: torch.tensor(self.generator.kv_cache.whole)}
+
+    def notes(self) -> list[str]:
+        """What the user should know of a start that goes on with rows under way."""
+        now = self.generator.kv_cache.whole
+        if self._bytes_before in (None, now):
+            return []
+        return [
+            f"rollout.partial: the KV cache has {now:,} bytes a rank, and had {self._bytes_before:,} before. Where "
+            "rows wait for blocks, other groups may be whole first than in a run that was not interrupted. "
+            "rollout.kv_cache_gib fixes the size"
+        ]
+
+    def kept(self, before: RunState) -> RunState:
+        """The state before an iteration that ends early: its rollout is made again, of the same rows."""
+        return replace(before, under_way=self._before)
+
+    def metrics(self, batch: RolloutBatch, of_trainers: object, num_trainers: int) -> Metrics:
+        """See `Generation`."""
+        rows = [row for group in self._under_way.groups for row in group.rows]
+        return {
+            "rollout/groups_under_way": float(len(self._under_way.groups)),
+            "rollout/tokens_under_way": float(sum(len(row.token_ids) for row in rows)),
+        }

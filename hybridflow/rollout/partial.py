@@ -1,0 +1,268 @@
+"""Partial rollouts: rows that have not ended when enough groups are whole go on later, with new weights.
+
+    under_way = UnderWay(groups)                               # the same on all ranks
+    work = under_way.work(num_replicas, iteration, ...)        # pure: who generates what, and until when
+    own = replica_segments(engine, params, work.of_replicas[r], ...)
+    under_way.add(segments, version)                           # of all replicas
+    groups = under_way.take(number)                            # whole ones, the first in the order of the draw
+
+A group is all responses to a prompt. A replica stops at the first engine step at which its share of groups is whole,
+among them those that a later iteration could not train on any more (`max_staleness`). The stop is a matter of counts:
+no clock says what is trained on. Nothing is discarded, since what is discarded is mostly long.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
+from hybridflow.config.sampling import SamplingConfig
+from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.parallel.platform import preserved_random_state
+from hybridflow.parallel.seeds import request_seed
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, flat, joined_rollout
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import SamplingParams
+
+RUNNING, ENDED, CUT = 0, 1, 2  # of a row
+
+
+@dataclass
+class PartialRow:
+    """A response as far as it is there. segments: calls of the engine that it has taken part in."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the actor, one a token
+    segments: int = 0
+    state: int = RUNNING
+
+
+@dataclass
+class PartialGroup:
+    """The responses to a prompt. number: of the prompt in the data set; position: in the run, for seeds.
+
+    iteration: in which the group was admitted.
+    """
+
+    number: int
+    position: int
+    iteration: int
+    prompt: list[int]
+    rows: list[PartialRow]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(row.state != RUNNING for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one call of the engine adds to a row."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    state: int
+
+
+@dataclass(frozen=True)
+class ReplicaWork:
+    """groups: those that the replica goes on with, by their places. number: that must be whole before it stops.
+
+    urgent: those that must be among them.
+    """
+
+    groups: tuple[int, ...]
+    number: int
+    urgent: frozenset[int]
+
+
+class UnderWay:
+    """Groups in the order of the draw, alike on all ranks."""
+
+    def __init__(self, groups: Sequence[PartialGroup] = ()) -> None:
+        self.groups = list(groups)
+
+    def work(
+        self, num_replicas: int, *, wanted: int, iteration: int, max_staleness: int, sampling: SamplingConfig
+    ) -> list[ReplicaWork]:
+        """What each replica does so that `wanted` groups are whole: nearly equal costs, by the tokens that may come."""
+        open_groups = [place for place, group in enumerate(self.groups) if not group.is_whole]
+        urgent = set(range(self._num_urgent(wanted, iteration, max_staleness)))
+        costs = [self._cost(self.groups[place], sampling) for place in open_groups]
+        dealt = [[open_groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
+        missing = wanted - (len(self.groups) - len(open_groups))
+        shares = _shares(missing, [len(part) for part in dealt])
+        return [
+            ReplicaWork(tuple(part), max(share, len(urgent & set(part))), frozenset(urgent & set(part)))
+            for part, share in zip(dealt, shares, strict=True)
+        ]
+
+    def _num_urgent(self, wanted: int, iteration: int, max_staleness: int) -> int:
+        """How many of the first groups must be whole now, so that each later iteration has room for what is due then.
+
+        A group that iteration a admitted has tokens of version a - 1, and iteration a - 1 + max_staleness + 1 is the
+        last that may train on them.
+        """
+        last = [group.iteration + max_staleness for group in self.groups]
+        horizons = range(max_staleness + 1)
+        return max(0, *(sum(x <= iteration + ahead for x in last) - ahead * wanted for ahead in horizons))
+
+    def _cost(self, group: PartialGroup, sampling: SamplingConfig) -> int:
+        limit = sampling.limits.for_length(len(group.prompt))
+        steps = sum(limit - len(row.token_ids) for row in group.rows if row.state == RUNNING)
+        return len(group.prompt) + PROMPT_TOKENS_A_STEP * steps
+
+    def requests(
+        self, groups: Sequence[int], run_seed: int, sampling: SamplingConfig
+    ) -> dict[tuple[int, int], Request]:
+        """Of the rows that have not ended, by group and sample."""
+        found = {}
+        for place in groups:
+            group = self.groups[place]
+            for sample, row in enumerate(group.rows):
+                if row.state == RUNNING:
+                    again = (0, row.segments) if row.segments else ()
+                    seed = request_seed(run_seed, group.iteration, group.position, sample, *again)
+                    bucket = sampling.buckets.for_length(len(group.prompt))
+                    found[place, sample] = Request(group.prompt + row.token_ids, seed, bucket, len(row.token_ids))
+        return found
+
+    def add(self, segments: Mapping[tuple[int, int], Segment], version: int) -> None:
+        """To rows by group and sample. version: of the actor that chose the tokens."""
+        for (place, sample), segment in segments.items():
+            row = self.groups[place].rows[sample]
+            row.token_ids += segment.token_ids
+            row.log_probs += segment.log_probs
+            row.versions += [version] * len(segment.token_ids)
+            row.segments, row.state = row.segments + 1, segment.state
+
+    def take(self, number: int) -> list[PartialGroup]:
+        """The first whole groups, which are under way no longer."""
+        taken = [group for group in self.groups if group.is_whole][:number]
+        self.groups = [group for group in self.groups if all(group is not other for other in taken)]
+        return taken
+
+    # ---- as tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a file: int64 of groups and rows, and of tokens int64 and float32. Prompts are tokens, too."""
+        rows = [row for group in self.groups for row in group.rows]
+        of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
+        return {
+            "groups": torch.tensor(of_groups, dtype=torch.int64).view(-1, 5),
+            "prompt_ids": torch.tensor([i for group in self.groups for i in group.prompt], dtype=torch.int64),
+            "rows": torch.tensor(
+                [[len(row.token_ids), row.segments, row.state] for row in rows], dtype=torch.int64
+            ).view(-1, 3),
+            "token_ids": torch.tensor([i for row in rows for i in row.token_ids], dtype=torch.int64),
+            "log_probs": torch.tensor([x for row in rows for x in row.log_probs], dtype=torch.float32),
+            "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "UnderWay":
+        """What `tensors` gave."""
+        groups, sizes = tensors["groups"].tolist(), tensors["rows"].tolist()
+        counts = [count for count, _, _ in sizes]
+        parts = [tensors[name].split(counts) for name in ("token_ids", "log_probs", "versions")]
+        rows = iter(
+            PartialRow(ids.tolist(), log_probs.tolist(), versions.tolist(), segments=segments, state=state)
+            for (_, segments, state), ids, log_probs, versions in zip(sizes, *parts, strict=True)
+        )
+        prompts = tensors["prompt_ids"].split([group[3] for group in groups])
+        return cls(
+            [
+                PartialGroup(number, position, iteration, ids.tolist(), [next(rows) for _ in range(num_rows)])
+                for (number, position, iteration, _, num_rows), ids in zip(groups, prompts, strict=True)
+            ]
+        )
+
+
+def _shares(total: int, sizes: Sequence[int]) -> list[int]:
+    """`total` in proportion to the sizes, in whole numbers: by largest remainder, ties to the first."""
+    whole = max(sum(sizes), 1)
+    shares = [total * size // whole for size in sizes]
+    rest = sorted(range(len(sizes)), key=lambda i: -(total * sizes[i] % whole))
+    for i in rest[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def replica_segments(
+    engine: RolloutEngine,
+    params: "Sequence[SamplingParams]",
+    requests: Mapping[tuple[int, int], Request],
+    work: ReplicaWork,
+) -> dict[tuple[int, int], Segment]:
+    """What the replica adds to rows until enough groups are whole. params: by bucket."""
+    for (place, sample), request in requests.items():
+        engine.add(f"{place}.{sample}", request, params[request.bucket], max_tokens=None)
+    left = {place: sum(1 for other, _ in requests if other == place) for place in work.groups}
+    found: dict[tuple[int, int], Segment] = {}
+
+    def enough() -> bool:
+        whole = {place for place, rows in left.items() if not rows}
+        return len(whole) >= work.number and work.urgent <= whole
+
+    with preserved_random_state():
+        while engine.is_busy and not enough():
+            for name, response in engine.finished():
+                place, sample = map(int, name.split("."))
+                state = CUT if response.truncated else ENDED
+                found[place, sample] = Segment(response.token_ids, response.log_probs, state)
+                left[place] -= 1
+        for name, token_ids, log_probs in engine.abort_all():
+            place, sample = map(int, name.split("."))
+            found[place, sample] = Segment(token_ids, log_probs, RUNNING)
+    engine.wait_until_idle()
+    return found
+
+
+def whole_segments(
+    under_way: UnderWay, own: Mapping[tuple[int, int], Segment], exchange: Exchange
+) -> dict[tuple[int, int], Segment]:
+    """Of all replicas: collective. own: what this rank contributes; of a replica one rank does so."""
+    rows = [(place, sample) for place, group in enumerate(under_way.groups) for sample in range(len(group.rows))]
+    numbers = {row: number for number, row in enumerate(rows)}
+    where, parts = torch.tensor([numbers[row] for row in own], dtype=torch.int64), list(own.values())
+
+    def of_rows(values: Sequence[int]) -> PartialTensor:
+        return PartialTensor(len(rows), where, torch.tensor(values, dtype=torch.int64))
+
+    counts, states = exchange.gather_all(
+        [of_rows([len(part.token_ids) + 1 for part in parts]), of_rows([part.state for part in parts])]
+    )  # one more than there are tokens: nobody has touched a row with 0
+    sizes = (counts - 1).clamp(min=0)
+    starts = sizes.cumsum(0) - sizes
+    at = torch.cat(
+        [torch.zeros(0, dtype=torch.int64)] + [torch.arange(int(sizes[i])) + starts[i] for i in where.tolist()]
+    )
+    size = int(sizes.sum())
+    token_ids = exchange.gather(PartialTensor(size, at, flat("i", (part.token_ids for part in parts))))
+    log_probs = exchange.gather(PartialTensor(size, at, flat("f", (part.log_probs for part in parts))))
+    of_tokens = zip(token_ids.split(sizes.tolist()), log_probs.split(sizes.tolist()), strict=True)
+    return {
+        row: Segment(ids.tolist(), values.tolist(), int(state))
+        for row, count, state, (ids, values) in zip(rows, counts.tolist(), states.tolist(), of_tokens, strict=True)
+        if count
+    }
+
+
+def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:
+    """Whole groups as a rollout. prompts: of the groups, in their order."""
+    rows = [row for group in groups for row in group.rows]
+    return joined_rollout(
+        prompts,
+        torch.tensor([len(group.rows) for group in groups], dtype=torch.int64),
+        torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
+        torch.tensor([row.state == CUT for row in rows], dtype=torch.bool),
+        token_ids=flat("i", (row.token_ids for row in rows)),
+        log_probs=flat("f", (row.log_probs for row in rows)),
+        versions=flat("i", (row.versions for row in rows)),
+    )
