@@ -18,6 +18,8 @@ FIXED = ("sft", "reward_model", "dpo", "kto")  # on given rows: nothing is gener
 WORLD_SIZES = {
     "best_of_n": 2,
     "llama3_8b_8gpus": 8,
+    "qwen3_8b_one_step_off_8gpus": 8,
+    "qwen3_8b_one_step_off_32gpus": 32,
     "qwen3_30b_a3b_8gpus": 8,
     "qwen3_235b_a22b_64gpus": 64,
     "glm_45_air_32gpus": 32,
@@ -30,6 +32,7 @@ WORLD_SIZES = {
     "quickstart_dapo": 2,
     "quickstart_experts": 2,
     "quickstart_grpo": 2,
+    "quickstart_one_step_off": 3,
     "quickstart_rule": 2,
     "quickstart_tools": 2,
     **{f"quickstart_{name}": 2 for name in FIXED},
@@ -101,6 +104,7 @@ def test_every_shipped_config_plans(plan, path: Path) -> None:
 REAL = (
     *("llama3_8b_8gpus", "qwen2_72b_64gpus", "qwen2_72b_256gpus", "qwen2_72b_1024gpus"),
     *("qwen3_30b_a3b_8gpus", "qwen3_235b_a22b_64gpus", "glm_45_air_32gpus"),
+    *("qwen3_8b_one_step_off_8gpus", "qwen3_8b_one_step_off_32gpus"),
 )
 
 

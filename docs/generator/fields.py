@@ -25,6 +25,7 @@ OF_ROLLOUT: Mapping[str, str] = {
     "record_ids": "the row's record of the engine's experts; -1 where there is none",
     "environment_rewards": "rewards of `data.environment`, a column a part; NaN where the row has failed",
     "branch_starts": "the first token of each further sequence of a row",
+    "versions": "how often the actor that chose the token had been updated; (T, 0) without `rollout.max_staleness`",
 }
 READ: Mapping[str, str] = {
     "log_probs": "`run.old_log_probs(rollout)`",
@@ -34,7 +35,7 @@ READ: Mapping[str, str] = {
     "values": "`run.critic.values(rollout)`",
     "returns": "the flow",
 }
-SHAPES = {Per.TOKEN: "(T,)", Per.SEQUENCE: "(N,)", Per.REWARDED_SEQUENCE: "(N, parts)"}
+SHAPES = {Per.VERSIONED_TOKEN: "(T, 1)", Per.TOKEN: "(T,)", Per.SEQUENCE: "(N,)", Per.REWARDED_SEQUENCE: "(N, parts)"}
 COUNT = 4  # tokens that an objective is asked about
 OFF = KL(use="none")
 

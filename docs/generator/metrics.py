@@ -36,6 +36,7 @@ AREAS = {
     "reshard": "Weights on their way from the trainer to the engine, of the rank with most. Only with generation.",
     "memory": "Of the rank with most.",
 }
+STALE = "With `rollout.max_staleness`."
 # metric -> when a run has it, where the area does not say
 WHEN = {
     "eval/accuracy": "With generation. `metrics.eval_reward` or the environment judges, by `metrics.eval_threshold`.",
@@ -75,6 +76,11 @@ WHEN = {
     "rollout/response_length_p{}": "10, 50, 90 and 99.",
     "rollout/kv_cache_use_max": "Of the engine replica with most.",
     "rollout/preemptions": "Of the engine replica with most.",
+    "rollout/staleness_mean": STALE,
+    "rollout/staleness_max": STALE,
+    "rollout/staleness_{}_fraction": STALE,
+    "rollout/staleness_{}_log_prob_diff": f"{STALE} Where a pass computes the actor's log-probs.",
+    "time/engines_wait_seconds": "With `rollout.max_staleness: 1` and no `rollout.partial`.",
     "speed/iteration_mfu": "On GPUs whose peak is known.",
     "speed/{}_mfu": "On GPUs whose peak is known.",
     "time/wait_fraction_mean": "With several ranks.",
@@ -103,6 +109,9 @@ WORDS = """
   engine's distribution to the trainer's, by k3.
 - The engine's log-probs are of the distribution that it samples from. With `top_p`, `top_k`, `min_p`, penalties or
   biases this distribution is not the trainer's softmax. The four metrics then measure that difference too.
+- The age of a token is the number of updates between the actor that sampled it and the actor that trains on it.
+- With `rollout.max_staleness: 1`, metrics of a rollout and of its generation belong to the rollout that trains, which
+  engines made during the iteration before. `time/engines_wait_seconds` is the wait before this rollout.
 - `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others in exchanges of
   results.
 - `time/wait_fraction_*` is the share of an iteration that a rank is in collectives: the wait for others, and the
@@ -140,13 +149,14 @@ def _section(area: str, metrics: list[str]) -> str:
 
 def _row(metric: str) -> tuple[str, str, str, str, str]:
     title, unit = TITLES[metric]
-    names = title.replace("{}", "NAME", 1).replace("{}", "K" if metric.startswith("eval/") else "PART")
+    first = "N" if re.search(r"_N(_|\b)", _shown(metric)) else "NAME"
+    names = title.replace("{}", first, 1).replace("{}", "K" if metric.startswith("eval/") else "PART")
     return code(_shown(metric)), names, unit, _better(metric), WHEN.get(metric, "")
 
 
 def _shown(metric: str) -> str:
     """`reward/NAME/PART` of `reward/{}/{}`."""
-    if metric.startswith("sampling/up_to_{}"):
+    if metric.startswith(("sampling/up_to_{}", "rollout/staleness_{}")):
         return metric.replace("{}", "N")
     if metric.startswith("eval/{}"):
         return metric.replace("at_{}", "at_K").replace("{}", "NAME")

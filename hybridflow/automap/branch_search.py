@@ -4,7 +4,8 @@ A choice of an option for each role takes, of an iteration,
 
     sum of what all ranks wait for + generating + max over ranks of scoring + max over ranks of updating     (seconds)
 
-which is what `timing.predict` has but for exchanges, saves and part of the reshard, which it leaves out: a lower bound.
+or, where the engine generates beside the models, the longer of generating and of the last two. This is
+what `timing.predict` has but for exchanges, saves and part of the reshard, which it leaves out: a lower bound.
 A rank holds,
 while models train, what the roles hold and the largest of their activations; while the engine generates, what rests and
 the engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so
@@ -76,7 +77,11 @@ class BranchSearch:
             for ranks in dict.fromkeys(self._placement.values())
         ]
         scoring, updating = (max(sum(each[kind] for each in together) for together in sums) for kind in (1, 2))
-        return sum(each[0] for each in least.values()) + scoring + updating
+        waits = {name: each[0] for name, each in least.items()}
+        generating = waits.pop(ENGINE, 0.0)
+        if self._options.beside:
+            return sum(waits.values()) + max(generating, scoring + updating)
+        return sum(waits.values()) + generating + scoring + updating
 
     def search(self, best: Best, counts: Counts, *, exhaustive: bool, until: float) -> bool:
         """Adds to `best`; whether the search ended before `until`, a time of `time.monotonic`.

@@ -35,9 +35,13 @@ Chosen = Mapping[str, RoleOption | EngineOption]
 
 @dataclass(frozen=True)
 class Sums:
-    """Of what is chosen so far; arrays of (cells,), or of (options, cells)."""
+    """Of what is chosen so far; arrays of (cells,), or of (options, cells); alone and beside of (), or of (options,).
+
+    alone: seconds in which all ranks wait. beside: of an engine that generates while the models score and update.
+    """
 
     alone: Float
+    beside: Float
     scoring: Float
     updating: Float
     held: Int
@@ -50,16 +54,17 @@ class Sums:
     def plus(self, other: "Sums") -> "Sums":
         return Sums(
             self.alone + other.alone,
+            self.beside + other.beside,
             self.scoring + other.scoring,
             self.updating + other.updating,
-            self.held + other.held,
-            np.maximum(self.activations, other.activations),
+            held=self.held + other.held,
+            activations=np.maximum(self.activations, other.activations),
             resting=self.resting + other.resting,
         )
 
     @property
     def seconds(self) -> Float:
-        found: Float = self.alone + self.scoring.max(axis=-1) + self.updating.max(axis=-1)
+        found: Float = self.alone + np.maximum(self.beside, self.scoring.max(axis=-1) + self.updating.max(axis=-1))
         return found
 
     @property
@@ -93,7 +98,8 @@ class SecondsToCome:
 
     def bound(self, here: Sums, budget: int) -> Float:
         """Seconds of this cell, for each option; infinite where it cannot hold what is to come."""
-        of_cell = {name: getattr(here, name)[:, self.cell] for name in here.__dataclass_fields__ if name != "alone"}
+        by_cell = ("scoring", "updating", "held", "activations", "resting")
+        of_cell = {name: getattr(here, name)[:, self.cell] for name in by_cell}
         training = self.training.within(budget - of_cell["held"] - of_cell["activations"])
         generating = self.generating.within(budget - of_cell["resting"])
         found: Float = here.alone + of_cell["scoring"] + of_cell["updating"] + np.maximum(training, generating)
@@ -102,17 +108,18 @@ class SecondsToCome:
 
 def zeros(count: int) -> Sums:
     none, no_bytes = np.zeros(count), np.zeros(count, dtype=np.int64)
-    return Sums(np.zeros(()), none, none, no_bytes, no_bytes, resting=no_bytes)
+    return Sums(np.zeros(()), np.zeros(()), none, none, held=no_bytes, activations=no_bytes, resting=no_bytes)
 
 
 def least_of(level: CostTable) -> Sums:
     """Of each number the least of any option."""
     return Sums(
         level.alone.min(),
+        level.beside.min(),
         level.scoring.min(axis=0),
         level.updating.min(axis=0),
-        level.held.min(axis=0),
-        level.activations.min(axis=0),
+        held=level.held.min(axis=0),
+        activations=level.activations.min(axis=0),
         resting=level.resting.min(axis=0),
     )
 
@@ -157,10 +164,11 @@ class CostTables:
         alone = np.array([option.alone for option in options], dtype=np.float64)
         return CostTable(
             alone,
+            np.zeros(len(options)),
             seconds("scoring"),
             seconds("updating"),
-            by_cell("held"),
-            by_cell("activations"),
+            held=by_cell("held"),
+            activations=by_cell("activations"),
             resting=by_cell("resting"),
             name=name,
             options=options,
@@ -175,7 +183,11 @@ class CostTables:
         none, no_bytes = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
         generating = np.array([option.generating for option in options], dtype=np.float64)
-        return CostTable(generating, none, none, held, no_bytes, resting=resting, name=ENGINE, options=options)
+        alone, beside = generating, np.zeros(len(options))
+        if self._options.beside:
+            alone, beside = beside, alone
+        of_bytes = {"held": held, "activations": no_bytes, "resting": resting}
+        return CostTable(alone, beside, none, none, **of_bytes, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
         """What the engine takes on the chosen actor beyond the level, and in the place of what that has of resting:

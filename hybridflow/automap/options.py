@@ -119,6 +119,11 @@ class Options:
         return self.config
 
     @property
+    def beside(self) -> bool:
+        """Whether the engine generates while the models train: nothing is offloaded then."""
+        return isinstance(self.config, ExperimentConfig) and self.config.rollout.is_one_step_off
+
+    @property
     def reference_follows(self) -> bool:
         """Whether the reference becomes the actor now and then, and so has to lie as that does."""
         config = self.config
@@ -272,8 +277,8 @@ class Options:
         if isinstance(given, TrainedRoleConfig):
             choices |= {
                 "recompute": ("none", "selective", "full"),
-                "offload_optimizer": (False, True) if self._generates else (False,),  # it waits while an engine works
-                "offload_gradients": (False, True) if self._generates else (False,),
+                "offload_optimizer": (False, True) if self._offloads else (False,),
+                "offload_gradients": (False, True) if self._offloads else (False,),
             }
         found: list[dict[str, Any]] = [{}]
         for key, all_values in choices.items():
@@ -302,15 +307,16 @@ class Options:
         return min(config.mini_batch_size, config.data.prompts_per_iteration * min(config.sampling.samples.values))
 
     @property
-    def _generates(self) -> bool:
-        return isinstance(self.config, ExperimentConfig)
+    def _offloads(self) -> bool:
+        """Whether models wait while an engine works."""
+        return isinstance(self.config, ExperimentConfig) and not self.beside
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
         model = PlacedModel(name, config, self.specs[name], layout, head_of(name))
         footprints = self._footprints(model)
         rest = tuple(resting(each, config).total for each in footprints)
         scoring, early, updating = self._seconds(model)
-        alone = offload_cost(model, self.device).on_share(1.0)
+        alone = offload_cost(model, self.device).on_share(1.0) if self._offloads else 0.0
         held = tuple(each.total - each.activations for each in footprints)
         return RoleOption(
             name,

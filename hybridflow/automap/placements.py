@@ -32,17 +32,22 @@ class Placement(dict[str, Ranks]):
         return " | ".join(groups)
 
 
-def placements(names: Sequence[str], world_size: int, *, ranks_per_host: int) -> Iterator[Placement]:
+def placements(
+    names: Sequence[str], world_size: int, *, ranks_per_host: int, apart: str | None = None
+) -> Iterator[Placement]:
     """Each grouping of the names over disjoint sets of ranks that are all ranks together, the same in every start.
 
-    The larger a group the lower the ranks, so that one smaller than a host lies on one host.
+    The larger a group the lower the ranks, so that one smaller than a host lies on one host. apart: a name that shares
+    ranks with no other, and has the last ranks.
     """
     unit = unit_of(world_size, ranks_per_host)
     for groups in partitions(tuple(names)):
+        if apart is not None and (apart,) not in groups:
+            continue
         for sizes in divisions(world_size // unit, len(groups)):
             counts = [unit * size for size in sizes]
             if all(_suits_hosts(count, world_size, ranks_per_host) for count in counts):
-                yield _placed(groups, counts, names)
+                yield _placed(groups, counts, names, apart)
 
 
 def unit_of(world_size: int, ranks_per_host: int) -> int:
@@ -84,10 +89,12 @@ def divisions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _placed(groups: Sequence[tuple[str, ...]], counts: Sequence[int], names: Sequence[str]) -> Placement:
+def _placed(
+    groups: Sequence[tuple[str, ...]], counts: Sequence[int], names: Sequence[str], last: str | None
+) -> Placement:
     ranks: dict[str, Ranks] = {}
     first = 0
-    for group, count in sorted(zip(groups, counts, strict=True), key=lambda pair: -pair[1]):
+    for group, count in sorted(zip(groups, counts, strict=True), key=lambda pair: (pair[0] == (last,), -pair[1])):
         ranks |= dict.fromkeys(group, _interval(first, count))
         first += count
     return Placement({name: ranks[name] for name in names})

@@ -176,7 +176,8 @@ class _Search:
             return [request.placement]
         engine = () if isinstance(request.config, FixedDataConfig) else (ENGINE,)
         names = (*request.config.roles(), *engine)
-        found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host)
+        apart = ENGINE if self.options.beside else None
+        found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host, apart=apart)
         if self.options.reference_follows:
             return [each for each in found if each["reference"] == each["actor"]]
         return found

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.automap.device import DeviceProfile
-from hybridflow.automap.timing import Prediction, Work, predict, work_of
+from hybridflow.automap.timing import HAND_OVER, Prediction, Work, predict, work_of
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
@@ -23,6 +23,7 @@ def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work
     """Errors: ConfigError where the profile lacks a dtype of the run."""
     work = work or work_of(run, profile)
     found = predict(run, profile, work)
+    beside = isinstance(run, PlacedRun) and run.config.rollout.is_one_step_off
     return {
         "profile": profile.name,
         "measured": profile.measured,
@@ -32,9 +33,20 @@ def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work
         "prompt_tokens": work.prompt,
         "response_tokens": {"mean": work.mean, "longest": work.longest},
         "phases": phase_rows(found),
+        "side_by_side": side_by_side(found) if beside else None,
         "idle": idle_rows(found.idle),
         "largest_batch": largest_batch(run, profile, cuda=profile.shared is None),
     }
+
+
+def side_by_side(found: Prediction) -> Report:
+    """Seconds of the engine and of the models, of which an iteration takes the longer, and of what comes on top: weight
+    sync, hand-over and saves."""
+    generated = [span for span in found.spans if span.phase == "generate"]
+    begin = generated[0].begin
+    models = [span for span in found.spans if span.phase not in ("reshard", "generate", HAND_OVER, "save")]
+    engine, trained = (max(span.begin + span.seconds for span in spans) - begin for spans in (generated, models))
+    return {"engine": engine, "models": trained, "together": found.seconds - max(engine, trained)}
 
 
 def phase_rows(found: Prediction) -> list[Report]:

@@ -30,6 +30,7 @@ from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
 SCORING_PHASES = {"actor": "log_probs", "reference": "reference", "critic": "values", "reward_model": "scores"}
+HAND_OVER = "hand_over"  # of a rollout, where the engine generates beside the models
 EXCHANGED_BYTES = 4  # of a token
 
 
@@ -110,14 +111,15 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
 
 
 def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOperation]:
-    """In the order of `flows`: generate, score, exchange, update."""
+    """In the order of `flows`: generate, score, exchange, update. Engines beside the models hand over at the end."""
     config, world = run.config, tuple(range(run.world_size))
-    hosts = ceil(run.world_size / work.ranks_per_host)
-    exchange = exchange_cost(work.tokens, run.world_size, device, hosts=hosts)
-    note = exchange_cost(0, run.world_size, device, hosts=hosts)  # lengths, who has done what, whether to stop
+    beside = config.rollout.is_one_step_off
+    flow = tuple(rank for rank in world if rank not in run.rollout) if beside else world
+    whole, note = _exchange_costs(work, device, run.world_size)
+    exchange, own_note = _exchange_costs(work, device, len(flow))
     reshard = reshard_cost(run.actor, run.rollout, device, work.ranks_per_host, _bucket_elements(run))
-    waits = total((reshard, *(offload_cost(model, device) for model in run.models.values())))
-    yield TimedOperation("reshard", "actor", world, waits)
+    offloads = () if beside else tuple(offload_cost(model, device) for model in run.models.values())
+    yield TimedOperation("reshard", "actor", world, total((reshard, *offloads)))
     generated = generation_cost(
         run.actor.spec,
         cut=run.rollout.cut,
@@ -130,17 +132,28 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
         ranks = tuple(sorted(replica))
         stages = tuple(run.rollout.coordinates(rank).pp for rank in ranks)
         yield TimedOperation("generate", "engine", ranks, generated, stages)
-    yield TimedOperation("exchange", "", world, total((exchange.times(2), note.times(3))))
+    handed_over = total((whole.times(2), note.times(3)))
+    if not beside:
+        yield TimedOperation("exchange", "", world, handed_over)
     waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
         yield from _scored(run.models[name], config, work, device, in_units=name in waiting)
-    yield TimedOperation("exchange", "", world, exchange + note.times(3))
+    yield TimedOperation("exchange", "", flow, exchange + own_note.times(3))
     for name in ("critic", "actor"):
         if name in run.models:
             cost = training_cost(run.models[name], config, work, device)
             yield _of_grid(f"{name}_update", run.models[name], run.models[name].layout.ranks, cost)
-    yield TimedOperation("exchange", "", world, note.times(4))
+    yield TimedOperation("exchange", "", flow, own_note.times(4))
+    if beside:
+        yield TimedOperation(HAND_OVER, "engine", world, handed_over)
     yield from _saved(run, device, work)
+
+
+def _exchange_costs(work: Work, device: Device, num_ranks: int) -> tuple[Cost, Cost]:
+    """Of a number a token, and of a note: lengths, who has done what, whether to stop."""
+    hosts = ceil(num_ranks / work.ranks_per_host)
+    whole, note = (exchange_cost(tokens, num_ranks, device, hosts=hosts) for tokens in (work.tokens, 0))
+    return whole, note
 
 
 def scoring_order(config: AnyConfig, models: Collection[str]) -> list[str]:

@@ -22,7 +22,8 @@ IDLE = "Idle: waiting for other ranks, also in the bubbles of a pipeline, of a r
 
 
 def print_time(report: "Report", console: Console) -> None:
-    for table, notes in ((_phases(report), NOTES), (_idle(report), (IDLE, *_largest(report)))):
+    of_phases = (*NOTES, *_side_by_side(report["side_by_side"]))
+    for table, notes in ((_phases(report), of_phases), (_idle(report), (IDLE, *_largest(report)))):
         console.print()
         console.print(table)
         for note in notes:
@@ -42,6 +43,20 @@ def _phases(report: "Report") -> Table:
     rate = f"{report['tokens_per_second_per_device']:,.0f} tokens/s per device"
     table.add_row("iteration", "", lengths, _seconds(report["seconds"]), "", rate, style="bold")
     return table
+
+
+def _side_by_side(found: "Report | None") -> list[str]:
+    if found is None:
+        return []
+    names = {"engine": "the engine", "models": "the models"}
+    longer, shorter = sorted(names, key=lambda name: -found[name])
+    return [
+        f"Side by side: the engine generates for {_seconds(found['engine'])} s, the models score and train for "
+        f"{_seconds(found['models'])} s. An iteration takes the longer of both, and {_seconds(found['together'])} s of "
+        "all ranks together.",
+        f"In each iteration {names[shorter]} would wait {_seconds(found[longer] - found[shorter])} s for "
+        f"{names[longer]}.",
+    ]
 
 
 def _idle(report: "Report") -> Table:

@@ -55,10 +55,14 @@ def with_neutral(tree: Mapping[str, Any]) -> Tree:
 def replaceable(tree: Mapping[str, Any]) -> Tree:
     """With neutral values for all that a search chooses, where roles lie included: what is left has to be right."""
     found: Tree = copy.deepcopy(dict(tree))
-    for _, section, keys in sections(found):
+    rollout = found.get("rollout")
+    beside = isinstance(rollout, dict) and rollout.get("max_staleness") and not rollout.get("partial")
+    for name, section, keys in sections(found):
         section |= {key: AUTO for key in keys if key in section}
         for key in ("ranks", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             section.pop(key, None)
+        if beside:  # which has to lie apart, wherever
+            section["ranks"] = "1" if name == ENGINE else "0"
     return with_neutral(found)
 
 

@@ -227,9 +227,15 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("algorithm.kl.reset_reference_interval", "sync_ref_model ref_model_sync_steps", "iterations; no mixing"),
     ("", "ptx_coef", "there is none here: no loss on texts is mixed in"),
     (
+        "rollout.max_staleness",
+        "async_train async_training async_enable async_grpo async_queue_size staleness_threshold max_staleness "
+        "max_trajectory_age_steps",
+        "0 or 1, in updates; 1 needs an engine on ranks of its own",
+    ),
+    (
         "",
-        "async_train async_training async_enable async_grpo",
-        "there is none here: every batch is of the weights that it trains",
+        "in_flight_weight_updates",
+        "there is none here: all tokens of a rollout are of one version of the weights",
     ),
     (
         "data.environment",

@@ -39,7 +39,10 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
         return [Finding(AREA, "layout", "all", line, "fail", advice=advice) for line in str(error).splitlines()]
-    roles = ", ".join(f"{name} on {shown(model.layout.ranks)}" for name, model in run.models.items())
+    lie = {name: model.layout.ranks for name, model in run.models.items()}
+    if isinstance(run, PlacedRun) and run.rollout.ranks != run.actor.layout.ranks:
+        lie["engine"] = run.rollout.ranks
+    roles = ", ".join(f"{name} on {shown(ranks)}" for name, ranks in lie.items())
     needed = peaks(run)
     check = gpu_finding if free.gpus else memory_finding
     return [

@@ -143,6 +143,7 @@ class RunMemory:
 
     def __init__(self, run: PlacedRun) -> None:
         self.run, self.actor, self.rollout = run, run.actor, run.rollout
+        self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
@@ -175,12 +176,13 @@ class RunMemory:
 
     def _training(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
-        if rank in self.rollout and self.run.config.rollout.sleep_level == 0:
-            rows["engine"] = Footprint(activations=self._sampler(), kv_cache=self._kv_cache(rank))
+        if rank in self.rollout and self.run.config.rollout.sleep_level == 0 and not self._beside:
+            sampler = kept_by_sampler(self.run.config, self.actor.spec, pp=self.rollout.pp)
+            rows["engine"] = Footprint(activations=sampler, kv_cache=self._kv_cache(rank))
         return rows
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
-        rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
+        rows = {} if self._beside else {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
         if rank in self.rollout:
             own, released = self.holdings.own_and_released(rank)
             if "actor" in rows:
@@ -192,9 +194,6 @@ class RunMemory:
                 kv_cache=self._kv_cache(rank),
             )
         return rows
-
-    def _sampler(self) -> int:
-        return kept_by_sampler(self.run.config, self.actor.spec, pp=self.rollout.pp)
 
     def _kv_cache(self, rank: int) -> int:
         return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)

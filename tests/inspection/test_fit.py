@@ -37,6 +37,20 @@ def test_a_plan_that_fits(config: ExperimentConfig) -> None:
     assert findings[1].value.startswith("2 ranks there will hold 4.1 GiB, 8.0 GiB are available")
 
 
+def test_engines_on_ranks_of_their_own_are_named(config: ExperimentConfig) -> None:
+    tree = config.model_dump(mode="json")
+    for role in (tree["actor"], tree["critic"], tree["reference"], *tree["reward"]["models"]):
+        role["ranks"] = "0-1"
+    tree["rollout"] |= {"ranks": "2-3", "max_staleness": 1}
+    apart = ExperimentConfig.from_tree(tree, "apart")
+    findings = fit_findings(apart, 4, (Host("a", 0, (0, 1, 2, 3)),), Free({}, {"a": 9 * GIB}, {"a": 100 * GIB}))
+    assert findings[0].value.endswith("reward.models.0 on 0-1, engine on 2-3")
+    assert {rank: moment for rank, (_, moment) in peaks(place(apart, 4)).items()} == {
+        **dict.fromkeys((0, 1), "training"),
+        **dict.fromkeys((2, 3), "generation"),
+    }
+
+
 def test_peaks_are_those_of_the_forecast(config: ExperimentConfig) -> None:
     run = place(config, 2)
     memory = forecast(run)["memory"]

@@ -13,6 +13,7 @@ from hybridflow.reporting.metric_titles import TITLES, MetricTitle, known_title,
 PACKAGE = Path(__file__).resolve().parents[2] / "hybridflow"
 WRITERS = ("recording/iteration.py", "recording/recorder.py", "trainers/loop.py", "rewards/scorer.py")
 WRITERS += ("data/left_out.py", "flows/*.py", "recording/costs.py", "roles/generator.py")
+WRITERS += ("recording/engine_report.py",)
 METRIC = re.compile(rf"({'|'.join(AREAS)})/[\w/]+")
 STEMS = {"sampling/x", "eval/x"}  # of other literals the first part
 REPORTED = ("loss", "grad_norm", "entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
@@ -34,6 +35,7 @@ def test_every_metric_of_the_package_has_a_title() -> None:
     files = [file for pattern in WRITERS for file in sorted(PACKAGE.glob(pattern))]
     written = {text for file in files for text in literals(file) if METRIC.fullmatch(text)} - STEMS
     assert {"rollout/gen_kl", "reward/part_x_mean", "reshard/bytes_sent", "eval/failed_rows"} < written
+    assert {"rollout/staleness_x_log_prob_diff", "time/engines_wait_seconds"} < written
     written |= {f"actor/{name}" for name in REPORTED}
     lengths = ("prompts", "response_length_mean", "truncated_fraction", "score_mean")
     written |= {f"sampling/{bucket}/{name}" for bucket in ("up_to_64", "longer") for name in lengths}
@@ -58,6 +60,7 @@ def test_every_timed_phase_has_a_title() -> None:
         ("rollout/truncated_fraction", ("Responses cut at the length limit", "share")),
         ("sampling/up_to_64/score_mean", ("Mean score, prompts of up to 64 tokens", "")),
         ("reward/part_model_0_mean", ("Mean score of model 0, before its weight", "")),
+        ("rollout/staleness_1_fraction", ("Response tokens of age 1", "share")),
         ("reward/my_rule/form", ("Mean of my rule: form", "")),
         ("reward_model/lr", ("Learning rate of the reward model", "")),
         ("actor/my_report", ("Actor: my report", "")),
