@@ -68,6 +68,8 @@ WHEN = {
     "{}/rejected_reward_mean": "On pairs.",
     "{}/desirable_reward_mean": "With `kto`.",
     "{}/undesirable_reward_mean": "With `kto`.",
+    "rollout/groups_under_way": "With `rollout.partial`.",
+    "rollout/tokens_under_way": "With `rollout.partial`.",
     "rollout/generation_rounds": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_generated": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_equal": "With `algorithm.dynamic_sampling`.",

@@ -64,7 +64,8 @@ class OneStepOffGeneration(Generation):
     """Of the ranks that train; it draws the prompts, too. Calls are collective over them, and engines take part.
 
     begins_rows: an environment does, on all ranks together.
-    everyone: the exchange of all ranks. following: the rollout that a checkpoint has.
+    everyone: the exchange of all ranks. following: the rollout that a checkpoint has. goes_on: there is a
+    checkpoint.
     stop: takes the wish of an engine's rank that the run end.
     """
 
@@ -80,6 +81,7 @@ class OneStepOffGeneration(Generation):
         everyone: Exchange,
         stop: Callable[[], None],
         following: NextRollout | None,
+        goes_on: bool,
         **named: Any,
     ) -> None:
         super().__init__(generator, *given, **named)
@@ -88,10 +90,19 @@ class OneStepOffGeneration(Generation):
         self._orders, self._everyone, self._stop = orders, everyone, stop
         self._iteration = self._last = 0
         self._engine_version: int | None = None
-        self._kept = following
+        self._kept, self._goes_on = following, goes_on
         self._current: PlannedRollout | None = None
         self._next: PlannedRollout | None = None
         self._used: list[PlannedRollout] = []  # in this iteration
+
+    def notes(self) -> list[str]:
+        """See `Generation`."""
+        if not self._goes_on or self._kept is not None:
+            return []
+        return [
+            "rollout.max_staleness: the checkpoint has no next rollout. The first rollout of this start is of the "
+            "present weights, and the run is not equal to one that was as long from the start"
+        ]
 
     def begin_run(self) -> None:
         """See `Generation`."""

@@ -84,6 +84,8 @@ TITLES: dict[str, tuple[str, str]] = {
     "rollout/log_prob_diff_max": ("Engine against trainer: largest log-prob difference", "nats"),
     "rollout/token_mult_prob_error": ("Engine against trainer: mean factor between probabilities", ""),
     "rollout/gen_kl": ("Engine against trainer: KL per token", "nats"),
+    "rollout/groups_under_way": ("Prompts whose responses go on in the next iteration", "prompts"),
+    "rollout/tokens_under_way": ("Response tokens that those prompts have so far", "tokens"),
     "rollout/staleness_mean": ("Mean age of response tokens", "updates"),
     "rollout/staleness_max": ("Age of the oldest response token", "updates"),
     "rollout/staleness_{}_fraction": ("Response tokens of age {}", "share"),

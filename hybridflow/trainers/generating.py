@@ -59,6 +59,7 @@ def generation_of(
         everyone=apart.everyone,
         stop=lambda: stop.ask("a signal to a rank of the engine"),
         following=None if state is None else state.next_rollout,
+        goes_on=state is not None,
         **given,
     )
     manager.completed = generation.completed
