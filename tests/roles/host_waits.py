@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hybridflow.cpu.megatron import overlays
 from hybridflow.models import build, layer_classes
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel import vocab, vocab_triton
+from hybridflow.parallel import vocab
 
 DEVICE = torch.device("meta")
 NUMBERS = frozenset(
@@ -106,10 +106,6 @@ class NotLaunched:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: None
-
-
-# this module is for processes that compute on such a device alone
-vocab_triton.sums_kernel = vocab_triton.gradients_kernel = NotLaunched()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeWork
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.models import Roles
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import vocab_triton
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
@@ -33,7 +34,7 @@ from tests.distributed import algorithm_cases, algorithms_worker, fixed_cases, f
 from tests.distributed.cases import Case
 from tests.distributed.given import given_roles
 from tests.distributed.parity_worker import BUCKET_BYTES
-from tests.roles.host_waits import DEVICE, HostWait, NoHostWaits, built_for_the_device
+from tests.roles.host_waits import DEVICE, HostWait, NoHostWaits, NotLaunched, built_for_the_device
 
 ONE, BUDGET = Case(), 64
 ONLINE = {name: (compared.section, compared.by_length) for name, compared in algorithm_cases.ALGORITHMS.items()}
@@ -50,6 +51,7 @@ EXCHANGES.impl("allreduce_coalesced_", lambda *args: FakeWork().boxed(), "Meta")
 
 
 def main(models: Path, out: Path) -> None:
+    vocab_triton.sums_kernel = vocab_triton.gradients_kernel = NotLaunched()  # nothing in this process computes by them
     platform = platforms.start(seed=0)
     world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     beside = RunContext(
