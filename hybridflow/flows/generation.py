@@ -177,13 +177,7 @@ class Generation:
     def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: DeferredRows) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
         rollout = self._hooks.load_rollout(prompts, iteration)
-        self.scoring.begin(
-            prompts,
-            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
-            limits=self._sampling.limits,
-            generates=rollout is None,
-            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
-        )
+        self._begin_scoring(prompts, deferred, generates=rollout is None)
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._rollout(SAMPLED, prompts, iteration, self.scoring)
@@ -191,6 +185,16 @@ class Generation:
         self._num_sampled = 1  # also where an earlier start has sampled them
         self.scoring.assign_rest(rollout)
         return rollout
+
+    def _begin_scoring(self, prompts: PromptBatch, deferred: DeferredRows, *, generates: bool) -> None:
+        """Cut the responses to these prompts in units of scoring. generates: the responses are yet to come."""
+        self.scoring.begin(
+            prompts,
+            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
+            limits=self._sampling.limits,
+            generates=generates,
+            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
+        )
 
     def _rollout(
         self, how: Sampled | Greedy, prompts: PromptBatch, iteration: int, listener: OverlappedScoring | None = None

@@ -8,8 +8,9 @@ depends neither on the clock nor on how many engine replicas there are. Rollout 
 nobody trains, and the last iteration makes no next rollout.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +21,12 @@ from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import NextRollout, RunState
 from hybridflow.errors import FlowError
 from hybridflow.flows.draws import Draws, PromptDraw
-from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled, heldout_rollout
+from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
 from hybridflow.recording.engine_report import EngineReport, engine_metrics
 from hybridflow.recording.iteration import Metrics
-from hybridflow.reshard.execute import ReshardCost
 from hybridflow.roles.generator import AskedResponses, Generator
 from hybridflow.rollout.generation import RowResponses
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
@@ -150,13 +149,7 @@ class OneStepOffGeneration(Generation):
         if iteration < self._last:
             self._next = PlannedRollout(self._drawn(planned.draw.position))
             self._start(self._next, iteration + 1, iteration - 1)
-        self.scoring.begin(
-            prompts,
-            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
-            limits=self._sampling.limits,
-            generates=False,
-            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
-        )
+        self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)
         return (rollout,)
 
@@ -237,15 +230,10 @@ class OneStepOffGeneration(Generation):
         self._sync(iteration)
         self._orders.give("evaluate", iteration=iteration, whole=whole)
 
-    def heldout_responses(
-        self, sets: Sequence[HeldoutSet], show: Callable[[HeldoutSet], None] = lambda heldout: None
-    ) -> list[RolloutBatch]:
-        """See `Generation`."""
-        found = []
-        for heldout in sets:
-            show(heldout)
-            found.append(heldout_rollout(self.generator, heldout))
-        return found
+    @contextlib.contextmanager
+    def engine_awake(self) -> Iterator[None]:
+        """See `Generation`: engines on ranks of their own are never asleep, and a sync has brought the weights."""
+        yield
 
     # ---- numbers
 
@@ -253,11 +241,6 @@ class OneStepOffGeneration(Generation):
     def _report(self) -> EngineReport | None:
         reports = [planned.report for planned in self._used if planned.report is not None]
         return functools.reduce(EngineReport.joined, reports) if reports else None
-
-    @property
-    def costs(self) -> list[ReshardCost]:
-        """Of this rank; engines tell theirs in the report."""
-        return self.generator.costs
 
     @property
     def turn_counts(self) -> TurnCounts | None:

@@ -96,13 +96,7 @@ class PartialGeneration(Generation):
         prompts = self.at(numbers)
         self.taken = numbers, prompts
         rollout = rollout_of_groups(groups, prompts)
-        self.scoring.begin(
-            prompts,
-            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
-            limits=self._sampling.limits,
-            generates=False,
-            left_out={self._roles.actor: deferred(prompts)} if self._roles.actor is not None else {},
-        )
+        self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)
         return (rollout,)
 

@@ -11,6 +11,7 @@ among them those that a later iteration could not train on any more (`max_stalen
 no clock says what is trained on. Nothing is discarded, since what is discarded is mostly long.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -145,7 +146,8 @@ class UnderWay:
     def take(self, number: int) -> list[PartialGroup]:
         """The first whole groups, which are under way no longer."""
         taken = [group for group in self.groups if group.is_whole][:number]
-        self.groups = [group for group in self.groups if all(group is not other for other in taken)]
+        gone = set(map(id, taken))
+        self.groups = [group for group in self.groups if id(group) not in gone]
         return taken
 
     # ---- as tensors
@@ -203,20 +205,17 @@ def replica_segments(
     """What the replica adds to rows until enough groups are whole. params: by bucket."""
     for (place, sample), request in requests.items():
         engine.add(f"{place}.{sample}", request, params[request.bucket], max_tokens=None)
-    left = {place: sum(1 for other, _ in requests if other == place) for place in work.groups}
+    left, whole = Counter(place for place, _ in requests), set[int]()
     found: dict[tuple[int, int], Segment] = {}
-
-    def enough() -> bool:
-        whole = {place for place, rows in left.items() if not rows}
-        return len(whole) >= work.number and work.urgent <= whole
-
     with preserved_random_state():
-        while engine.is_busy and not enough():
+        while engine.is_busy and not (len(whole) >= work.number and work.urgent <= whole):
             for name, response in engine.finished():
                 place, sample = map(int, name.split("."))
                 state = CUT if response.truncated else ENDED
                 found[place, sample] = Segment(response.token_ids, response.log_probs, state)
                 left[place] -= 1
+                if not left[place]:
+                    whole.add(place)
         for name, token_ids, log_probs in engine.abort_all():
             place, sample = map(int, name.split("."))
             found[place, sample] = Segment(token_ids, log_probs, RUNNING)

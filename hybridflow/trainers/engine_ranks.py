@@ -162,7 +162,7 @@ class EngineRanks:
 
     def _respond(self, iteration: int) -> None:
         assert self._draw is not None, "prompts are drawn first"
-        self._idle_seconds += time.perf_counter() - self._idle_since
+        self._stop_waiting()
         samples, draw = self._config.sampling.samples, self._draw
         self._asked = self._generator.ask(
             draw.batch, samples_per_prompt=samples, iteration=iteration, first_prompt=draw.first
@@ -174,6 +174,10 @@ class EngineRanks:
         except _RunEnds:
             self._own = RowResponses()
         self._idle_since = time.perf_counter()
+
+    def _stop_waiting(self) -> None:
+        """From now on this rank works; what it waited for orders until now is counted."""
+        self._idle_seconds += time.perf_counter() - self._idle_since
 
     def _hand_over(self) -> None:
         assert self._asked is not None, "nothing was asked for"
@@ -214,9 +218,11 @@ class EngineRanks:
             self._generator.turn_counts.clear()
 
     def _evaluate(self, iteration: int, *, whole: bool) -> None:
+        self._stop_waiting()
         with self._watchdog.phase("evaluate"):
             for heldout in self._sets(iteration, whole):
                 heldout_rollout(self._generator, heldout)
+        self._idle_since = time.perf_counter()
         self._generator.pop_cache_use()
         if self._generator.turn_counts is not None:
             self._generator.turn_counts.clear()
