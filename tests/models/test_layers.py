@@ -1,5 +1,6 @@
 """RMSNorm and SwiGLU against their equations in float64: values and gradients; bfloat16 against transformers."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -113,7 +114,11 @@ def check_swiglu_on_gpus(dtype: torch.dtype) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_swiglu_on_gpus_is_one_kernel_each_way(dtype: str) -> None:
-    """In a process of its own: on CPUs hybridflow turns megatron's compiled functions off when it adapts megatron."""
+    """In a process of its own, told nothing by this one: on CPUs hybridflow turns megatron's compiled functions off when
+    it adapts megatron, and says so in the environment.
+    """
     code = f"import torch; from tests.models.test_layers import check_swiglu_on_gpus as check; check(torch.{dtype})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    off = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+    env = {name: value for name, value in os.environ.items() if name not in off}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
