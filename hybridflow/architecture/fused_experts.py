@@ -11,7 +11,8 @@ from math import prod
 from pathlib import Path
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Weight, layer_weights
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import layer_weights
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 
 GATE_UP, DOWN, ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"

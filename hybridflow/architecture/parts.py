@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridflow.architecture.shards import Matrix, Shard, Split, cached, common, training_shard
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Shape, Weight
+from hybridflow.architecture.weight import Shape, Weight
 from hybridflow.parallel.layout import Cut, Place
 
 

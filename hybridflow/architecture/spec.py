@@ -4,13 +4,14 @@ A `ModelSpec` is everything that building, loading, resharding and exporting a m
 What sets an architecture apart stands in `hybridflow.architecture.families`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.rope import Rope, Rotary, is_number, num_angles, read_rope, rope_object, rotary
 from hybridflow.architecture.tied_head import has_own_head
 from hybridflow.errors import CheckpointError, ConfigError
@@ -58,6 +59,7 @@ class ModelSpec:
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
+    lora: Lora | None = None  # the adapters that a role gives the model; config.json knows of none
 
     @property
     def traits(self) -> Family:
@@ -95,6 +97,11 @@ class ModelSpec:
     def num_positions(self) -> int:
         """Rows of the table of learned positions."""
         return self.max_positions + self.traits.position_offset
+
+    @property
+    def base(self) -> "ModelSpec":
+        """Without adapters: what the directory holds."""
+        return replace(self, lora=None)
 
     def check_parallel(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""

@@ -1,6 +1,6 @@
 """The one table of weights: HuggingFace name <-> megatron name <-> engine name, split over ranks, and shape.
 
-Conversion, loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or
+Conversion, loading, resharding and export read this table and nothing else. A parameter (`weight`) is made of one or
 more parts, the tensors of a HuggingFace checkpoint: `parts` says where their rows lie in it, `shards` which rows and
 columns of it a rank holds. A new family is an entry in `TABLES` here and one in `families`.
 
@@ -9,75 +9,16 @@ outnumber them; and where a weight has an `engine_split`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+from hybridflow.architecture.adapter_weights import adapter_weights
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
-from hybridflow.parallel.layout import Group
-
-Shape = tuple[int, ...]
-Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
-
-
-# ------------------------------------------------------------------------------------------------------- entries
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter of a model.
-
-    Names hold `{layer}` where there is one a layer, counted over the whole model, and `{expert}` where there is a part
-    an expert; `for_layer` and `for_experts` fill them in.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    engine: str
-    split: Split
-    part_shapes: Shapes  # of the HuggingFace parts, of one expert
-    stored: str = ""  # in a torch_dist checkpoint, where that is not the name in megatron's local layers
-    engine_split: Split | None = None  # of the engine, where it is another
-    experts: int = 0  # how many stand one below the other in this parameter; 0: it belongs to no expert
-    layer: int | None = None
-    float32: bool = False  # whatever the model's dtype, here and in the engine
-    stacked: bool = True  # in a torch_dist checkpoint with the same weight of the other layers, which are all alike
-
-    @property
-    def group(self) -> Group:
-        """Which of a layout's groups of weights it is cut with."""
-        return "experts" if self.experts else "dense"
-
-    def shapes(self, spec: ModelSpec) -> tuple[Shape, ...]:
-        return self.part_shapes(spec) * max(self.experts, 1)
-
-    def for_layer(self, layer: int) -> "Weight":
-        def filled(name: str) -> str:
-            return name.replace("{layer}", str(layer))
-
-        hf = tuple(filled(name) for name in self.hf)
-        return replace(self, megatron=filled(self.megatron), hf=hf, engine=filled(self.engine), layer=layer)
-
-    def for_experts(self, num_experts: int) -> "Weight":
-        """The weight with the parts of every expert, if there are parts of experts."""
-        if "{expert}" not in self.hf[0]:
-            return self
-        hf = tuple(name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in self.hf)
-        return replace(self, hf=hf, experts=num_experts)
-
-
-@dataclass(frozen=True)
-class Table:
-    """The parameters of a family."""
-
-    embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
-    layer: tuple[Weight, ...]
-    final: tuple[Weight, ...]  # between the last layer and the head: a norm
-    dense_layer: tuple[Weight, ...] = ()  # the first ones of a model with experts, where these have none
-
+from hybridflow.architecture.weight import Shape, Shapes, Table, Weight
 
 # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -373,7 +314,13 @@ def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
     table = table_of(spec)
     in_layer = table.dense_layer if kind == "dense" and spec.num_experts else table.layer
     stacked = len(spec.layer_kinds) == 1
-    return tuple(replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in in_layer)
+    weights = (replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in in_layer)
+    return tuple(each for weight in weights for each in (weight, *adapter_weights(weight, spec.lora)))
+
+
+def is_trained(weight: Weight, spec: ModelSpec) -> bool:
+    """Whether a model that is trained trains this weight: with adapters these and a value head alone."""
+    return spec.lora is None or bool(weight.adapter) or weight == VALUE_HEAD
 
 
 def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.typed_torch import not_none
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.architecture.shards import Interval, Split
+from hybridflow.architecture.weight import Shape, Weight
 from hybridflow.architecture.weight_files import extra_states
-from hybridflow.architecture.weights import Shape, Weight, embedding, stored_at
+from hybridflow.architecture.weights import embedding, stored_at
 from hybridflow.batch import balanced_partition
 from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
 from hybridflow.errors import CheckpointError
@@ -30,7 +31,6 @@ from hybridflow.formats.distributed_directory import BACKEND, DistributedDirecto
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_metadata
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import GROUPS
@@ -129,7 +129,7 @@ def _boxes(role: SavedRole) -> list[Box]:
         return []
     if trained is not None:
         trained.wait_for_parameters()
-    weights = list(named_weights(role.chunks, role.spec, head=role.head))
+    weights = role.saved_weights
     own = _dealt(weights, grid)
     states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}
     boxes: list[Box] = []
@@ -150,7 +150,7 @@ def _boxes(role: SavedRole) -> list[Box]:
     return boxes
 
 
-def _dealt(weights: list[tuple[Weight, nn.Parameter]], grid: Grid) -> set[int]:
+def _dealt(weights: list[tuple[Weight, Tensor]], grid: Grid) -> set[int]:
     """The weights that this rank writes, of those that copies of them hold alike: by number."""
     found: set[int] = set()
     for group in GROUPS:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import matrix_of
 from hybridflow.architecture.shards import Interval, Matrix, common, training_shard
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Shape, Weight, stored_at
+from hybridflow.architecture.weight import Shape, Weight
+from hybridflow.architecture.weights import stored_at
 from hybridflow.parallel.layout import Place
 
 

@@ -41,7 +41,8 @@ class ExperimentConfig(RunConfig):
     critic: TrainedRoleConfig | None = None
     """The model that predicts values. Required by algorithms with a critic, refused by others."""
     reference: RoleConfig | None = None
-    """The model that the KL is measured to; for distill the teacher. Required where the algorithm uses one."""
+    """The model that the KL is measured to; for distill the teacher. Required where the algorithm uses one. null: with
+    actor.lora the actor without adapters, or with those of actor.lora.adapter_path."""
     reward: RewardConfig | None = None
     """What scores a response. Required by all algorithms but distill and custom."""
     rollout: RolloutConfig = RolloutConfig()
@@ -165,10 +166,16 @@ class ExperimentConfig(RunConfig):
         for name in ("critic", "reference", "reward"):
             given = getattr(self, name) is not None
             why = f"{self.algorithm.name} with {kl}" if name == "reference" else f"algorithm {self.algorithm.name}"
-            if name in needed and not given:
+            if name in needed and not given and not (name == "reference" and self.reference_is_base):
                 raise ValueError(f"{name}: is required by {why}: add the section {name}")
             if given and name not in needed:
                 raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
+        left_out = self.reference is None and "reference" in self.algorithm.needs()
+        return left_out and self.actor.lora is not None and not isinstance(self.algorithm, Distill)
 
     def _check_reset(self) -> None:
         """A reference that becomes the actor lies on the actor's ranks: each rank copies the rank's own weights."""

@@ -51,7 +51,8 @@ class FixedDataConfig(RunConfig):
     actor: TrainedRoleConfig | None = None
     """The model that is trained. Required by sft, dpo and kto."""
     reference: RoleConfig | None = None
-    """The model that log-ratios are measured to. Required by dpo and kto."""
+    """The model that log-ratios are measured to. Required by dpo and kto. null: with actor.lora the actor without
+    adapters, or with those of actor.lora.adapter_path."""
     reward_model: TrainedRoleConfig | None = None
     """The reward model that is trained. Required by reward_model."""
     algorithm: Annotated[FixedAlgorithm, Field(discriminator="name")]
@@ -90,7 +91,7 @@ class FixedDataConfig(RunConfig):
         """The models that the algorithm needs are there, and no others."""
         for name in ROLES:
             given, needed = getattr(self, name) is not None, name in self.algorithm.needs()
-            if needed and not given:
+            if needed and not given and not (name == "reference" and self.reference_is_base):
                 raise ValueError(f"{name}: is required by algorithm {self.algorithm.name}: add the section {name}")
             if given and not needed:
                 raise ValueError(
@@ -102,6 +103,12 @@ class FixedDataConfig(RunConfig):
                     f"{self.trained_name}.{key} = true: a run on fixed data has no engine, and offloading would have "
                     "no effect"
                 )
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
+        adapted = self.actor is not None and self.actor.lora is not None
+        return self.reference is None and "reference" in self.algorithm.needs() and adapted
 
     def _check_lengths(self) -> None:
         for name, role in self.roles().items():

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from hybridflow.config.hub import cached_directory
+from hybridflow.config.lora import LoraConfig
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
@@ -183,6 +184,8 @@ class TrainedRoleConfig(RoleConfig):
     """Whether optimizer state lies in host memory during generation."""
     offload_gradients: bool = False
     """Whether the memory of gradients is freed during generation."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the model's weights. null: the weights are trained."""
 
 
 class RewardModelConfig(RoleConfig):

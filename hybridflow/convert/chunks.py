@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybridflow.architecture.parts import Block, blocks, whole_shape
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Shape, Weight, stored_at
+from hybridflow.architecture.weight import Shape, Weight
+from hybridflow.architecture.weights import stored_at
 from hybridflow.convert.processes import Processes
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_storage import Chunk

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.architecture.parts import whole_shape
-from hybridflow.architecture.weights import Shape, model_weights, stored_at
+from hybridflow.architecture.weight import Shape
+from hybridflow.architecture.weights import model_weights, stored_at
 from hybridflow.convert.progress import say, size_text
 from hybridflow.convert.survey import Survey, fold, kind_of, open_survey
 from hybridflow.formats.safetensors_files import TensorInfo

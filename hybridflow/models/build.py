@@ -30,6 +30,7 @@ from hybridflow.models.experts import MixtureOfExperts, SigmoidRouter
 from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import mark
+from hybridflow.models.lora import AdapterChoice, add_adapters
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
@@ -71,6 +72,7 @@ class PackedModel(LanguageModule):
             self.make_head(spec)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+        self.adapters: AdapterChoice | None = None  # `build_model` adds them
         self.routing_counts: Tensor | None = None  # of `models.routing.RoutingMismatch`, while somebody counts
         for index, layer in enumerate(self._checked_layers()):
             if isinstance(layer.mlp, MixtureOfExperts):
@@ -102,6 +104,10 @@ class PackedModel(LanguageModule):
         assert not mixers, f"{', '.join(mixers)}: would mix the tokens of packed sequences"
         return layers
 
+    def add_adapters(self, spec: ModelSpec, grid: Grid) -> None:
+        """Freeze the model but for a value head, and add the adapters of `spec`."""
+        self.adapters = add_adapters(self, self._checked_layers(), spec, grid)
+
     def set_input_tensor(self, input_tensor: list[Any]) -> None:
         """What the stage before sent; megatron's schedules call this, with one tensor."""
         [hidden] = input_tensor
@@ -117,6 +123,8 @@ class PackedModel(LanguageModule):
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
             embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
+            if self.adapters is not None and self.config.recompute_granularity == "full":
+                embedded.requires_grad_()  # megatron runs layers again only for inputs that have a gradient
         if self.rotary is not None:
             angles = micro_batch.positions[:, None] * self.rotary.frequencies
             packed = packed.with_rotary(angles, self.config.params_dtype, factor=self.rotary.factor)
@@ -175,6 +183,11 @@ class ValueModel(PackedModel):
         self.project_out = _projection(self.config, spec)
         self.output_layer = nn.Linear(spec.embedding_size, 1, bias=False, dtype=self.config.params_dtype)
         nn.init.zeros_(self.output_layer.weight)  # a new value head starts at V = 0
+
+    def add_adapters(self, spec: ModelSpec, grid: Grid) -> None:
+        super().add_adapters(spec, grid)
+        if self.post_process:
+            self.output_layer.requires_grad_(True)
 
     def outputs(self, hidden: Tensor) -> Tensor:
         hidden = self.project_out(hidden)
@@ -246,9 +259,11 @@ def build_model(
     )
     adapt_megatron()
     model_class = ValueModel if head == "score" else PolicyModel
-    chunks: list[PackedModel] = [
-        _routers_kept(model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype]))
-        for chunk in range(grid.layout.vpp)
-    ]
+    chunks = []
+    for number in range(grid.layout.vpp):
+        chunk: PackedModel = model_class(config, spec, grid, number)
+        if spec.lora is not None:
+            chunk.add_adapters(spec, grid)
+        chunks.append(_routers_kept(chunk.to(device=device, dtype=DTYPES[dtype])))
     load_weights(chunks, spec, grid, head=head, head_seed=head_seed)
     return chunks

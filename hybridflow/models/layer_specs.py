@@ -129,6 +129,8 @@ def _layer_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
         )
+        if spec.lora is not None:
+            _take_norms_out(layer, norm, has_mlp=kind == "dense")
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm)
         _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=spec.qk_norm)
@@ -149,6 +151,18 @@ def _layer_spec(
     _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = core
     found: ModuleSpec = layer
     return found
+
+
+def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:
+    """Of Transformer Engine's linear layers: adapters read what a norm gives, which such a layer keeps to itself."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear
+
+    parts = _submodules(layer, TransformerLayerSubmodules)
+    parts.input_layernorm = norm
+    _submodules(parts.self_attention, SelfAttentionSubmodules).linear_qkv = linear
+    if has_mlp:
+        parts.pre_mlp_layernorm = norm
+        _submodules(parts.mlp, MLPSubmodules).linear_fc1 = linear
 
 
 def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:

@@ -7,12 +7,14 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
-from hybridflow.architecture.parts import read_shard, shard_shape
+from hybridflow.architecture.parts import TensorFiles, read_shard, shard_shape
+from hybridflow.architecture.peft_directory import Adapters
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.tied_head import OUTPUT
+from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import VALUE_HEAD, Weight, canonical_name, embedding, model_weights
+from hybridflow.architecture.weights import VALUE_HEAD, canonical_name, embedding, model_weights
 from hybridflow.models.layers import mark
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.seeds import request_seed
@@ -56,15 +58,19 @@ def load_weights(
     chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, head: Head, head_seed: int | None = None
 ) -> None:
     """Read this rank's slices of every weight. A missing score.weight is drawn from the seed, or stays zero."""
-    files = open_checkpoint(spec.path, spec)
+    files = open_checkpoint(spec.path, spec.base)
+    adapters = None if spec.lora is None else Adapters(spec.lora)
     with torch.no_grad():
         for weight, parameter in named_weights(chunks, spec, head=head):
             _mark_split(parameter, weight)
-            if weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
+            source: TensorFiles = files
+            if adapters is not None and (weight.adapter or weight.hf[0] in adapters):
+                source = adapters
+            elif weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
                 if head_seed is not None:
                     parameter.copy_(new_score_head(spec.hidden_size, head_seed))
                 continue
-            shard = read_shard(files, weight, spec, grid.place(weight.group))
+            shard = read_shard(source, weight, spec, grid.place(weight.group))
             assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.layout.cut), (
                 f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
             )

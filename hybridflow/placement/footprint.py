@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
-from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, table_of
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import embedding, head_weights, layer_weights, table_of
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk

@@ -14,12 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
-from hybridflow.config import ExperimentConfig, RewardModelConfig, RoleConfig, RolloutConfig, RunConfig
+from hybridflow.config import (
+    ExperimentConfig,
+    RewardModelConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainedRoleConfig,
+)
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.placement.adapters import read_lora
 from hybridflow.placement.kv_cache import KVCacheSize, size_kv_cache
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -46,6 +54,12 @@ class PlacedModels:
     world_size: int
     models: dict[str, PlacedModel]  # by name
     cuda: bool  # whether they are on GPUs
+
+    @property
+    def begins_with_adapters(self) -> bool:
+        """Whether the actor's adapters are those of a directory: a reference that is the actor then has them too."""
+        lora = self.models["actor"].spec.lora
+        return lora is not None and lora.path is not None
 
     @property
     def bucket_bytes(self) -> int:
@@ -76,6 +90,15 @@ class PlacedRun(PlacedModels):
     @property
     def bucket_bytes(self) -> int:
         return self.config.rollout.bucket_bytes(cuda=self.cuda)
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the engine keeps what it has of weights that are frozen: on ranks that hold no model there is room.
+
+        Elsewhere what the engine has beside the trainer's weights is there while it generates.
+        """
+        others = {rank for model in self.models.values() for rank in model.layout.ranks}
+        return self.actor.spec.lora is not None and others.isdisjoint(self.rollout.ranks)
 
     @property
     def captures_graphs(self) -> bool:
@@ -185,7 +208,16 @@ def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()
     read = {path: reasons.collect(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
-    return {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
+    specs = {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
+    found = {name: reasons.collect(_adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
+    return {name: specs[name] if spec is None else spec for name, spec in found.items()}
+
+
+def _adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
+    """With the adapters that the role has."""
+    if not isinstance(role, TrainedRoleConfig) or role.lora is None:
+        return spec
+    return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, seed))
 
 
 def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
@@ -216,7 +248,7 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
 
 def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
     """A reference that becomes the actor has the actor's architecture."""
-    if replace(reference, path=actor.path) != actor or reference.rope != actor.rope:
+    if replace(reference, path=actor.path) != actor.base or reference.rope != actor.rope:
         raise ConfigError(
             f"algorithm.kl.reset_reference_interval: reference.model = {reference.path} must have the sizes of "
             f"actor.model = {actor.path}, whose weights it takes"

@@ -15,7 +15,8 @@ from math import ceil, lcm, prod
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, staged_weights, table_of
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import embedding, head_weights, layer_weights, staged_weights, table_of
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates

@@ -7,7 +7,7 @@ On the way back training storages are filled from the engine's memory, without c
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.tied_head import EMBEDDING
-from hybridflow.architecture.weights import LM_HEAD, Weight
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import LM_HEAD
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Reads, Traffic
@@ -68,6 +69,8 @@ class WeightReshard:
     space: where the engine's own memory is reserved, so that no tensor of the engine ever lies elsewhere; None: with
     torch, which gives it other addresses each time.
     reads: on CPUs, whether ranks read in each other's memory where they can; all ranks say the same.
+    kept: names of weights that never change, which whole buckets are of: once the engine has memory of its own for
+    such a weight the memory stays, and nothing travels again. All ranks say the same.
     with_engine: whether they are in the engine's layout.
     """
 
@@ -82,6 +85,7 @@ class WeightReshard:
         group: dist.ProcessGroup,
         space: AddressSpace | None = None,
         reads: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
@@ -89,14 +93,19 @@ class WeightReshard:
         self._dtype, self._device, self._mover = dtype, device, select_mover(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._stagings: dict[tuple[int, ...], _Staging] = {}
-        self._moves = moves(self._weights, operations)
+        changing = {name: x for name, x in self._weights.items() if name not in kept}
+        self._moves = moves(changing, operations)
         moved = {name for move in self._moves for name in move.names}
         steps = (
             self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, traffic, moved)
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         )
         self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
-        self._reads = Reads([step.traffic for step in self._steps], group) if reads and device.type == "cpu" else None
+        self._later = [step for step in self._steps if not step.is_of(kept)]  # what the first time leaves to do
+        self._has_kept = False
+        self._reads: dict[int, Reads] = {}  # by the number of steps
+        if reads and device.type == "cpu":
+            self._reads = {len(x): Reads([step.traffic for step in x], group) for x in (self._steps, self._later)}
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         weights_and_orders = [(self._weights[o.weight.megatron], o.order) for o in self._permuted]
         self._permute = prepared_permutation(weights_and_orders, self._mover)
@@ -170,8 +179,10 @@ class WeightReshard:
 
     def _fill_engine(self) -> ReshardCost:
         cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
-        exchange = self._exchange if self._reads is None else self._reads.begin(self._exchange)
-        for step in self._steps:
+        steps = self._later if self._has_kept else self._steps
+        exchange = self._reads[len(steps)].begin(self._exchange) if self._reads else self._exchange
+        self._has_kept = True
+        for step in steps:
             self._changed(step.memory.allocate())
             step.fill()
             received, sent = exchange(step.traffic)
@@ -190,7 +201,7 @@ class WeightReshard:
 
     def _restore_trainer(self) -> ReshardCost:
         needed = {name for move in self._moves for name in move.names}
-        waiting = [step for step in self._steps if step.memory.operations]
+        waiting = [step for step in self._later if step.memory.operations]
         waiting = self._release_unneeded(waiting, needed)
         for move, restore in zip(reversed(self._moves), reversed(self._restores), strict=True):
             self._changed(move.allocate())
@@ -296,6 +307,10 @@ class _Step:
     copies: dict[str, list[Copy]]  # of this rank, by weight: (engine, training)
     fill: Callable[[], object]  # makes them
     traffic: Traffic
+
+    def is_of(self, kept: Collection[str]) -> bool:
+        """Whether the bucket's weights are among these: all are, or none."""
+        return self.names[0] in kept
 
 
 def _target(x: Tensor, piece: Piece) -> Tensor:

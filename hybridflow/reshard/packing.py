@@ -4,7 +4,7 @@ packed together. Pure; both sides know the same.
 
 from collections.abc import Sequence
 
-from hybridflow.architecture.weights import Weight
+from hybridflow.architecture.weight import Weight
 from hybridflow.reshard.slices import Piece
 
 ALONE_ELEMENTS = 1 << 14  # from here on a piece travels by itself

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Weight
+from hybridflow.architecture.weight import Weight
 from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.packing import WeightPiece
@@ -120,9 +120,12 @@ class ReshardPlan:
 
     @cached_property
     def _buckets(self) -> tuple[tuple[PlannedWeight, ...], ...]:
-        kinds = (False, True) if self._two_dtypes else (None,)  # a bucket is of one: float32 in any model comes last
-        groups = (tuple(w for w in self._table if kind in (None, w.weight.float32)) for kind in kinds)
-        filled = (fill_buckets(each, self.train, self.rollout, self._bucket_elements) for each in groups if each)
+        """Of one dtype each, float32 in any model last; of weights that are trained, or of frozen ones."""
+        groups: dict[tuple[bool, bool], list[PlannedWeight]] = defaultdict(list)
+        for entry in self._table:
+            groups[self._two_dtypes and entry.weight.float32, bool(entry.weight.adapter)].append(entry)
+        sorted_groups = [tuple(groups[key]) for key in sorted(groups)]
+        filled = (fill_buckets(each, self.train, self.rollout, self._bucket_elements) for each in sorted_groups)
         return tuple(bucket for buckets in filled for bucket in buckets)
 
     @property

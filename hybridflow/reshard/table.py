@@ -7,7 +7,8 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import matrix_of
 from hybridflow.architecture.shards import Matrix, training_shard
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Weight, embedding, staged_weights
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import embedding, staged_weights
 from hybridflow.parallel.layout import Group, Layout, RolloutLayout, Stages
 from hybridflow.reshard.slices import engine_shard
 

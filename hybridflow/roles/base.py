@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridflow.architecture.flops import UPDATE, forward_flops
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Weight
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import is_trained
 from hybridflow.batch import RolloutBatch, to_device_async, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
@@ -69,7 +70,16 @@ class Role:
     the last rollout that were computed, with these weights, before it was whole; None where nothing is scored early.
     """
 
-    def __init__(self, placed: PlacedModel, *, recompute: str, world: RunContext, head_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        placed: PlacedModel,
+        *,
+        recompute: str,
+        world: RunContext,
+        head_seed: int | None = None,
+        models: list[PackedModel] | None = None,
+    ) -> None:
+        """models: of another role, which computes with them too; None: they are built and read."""
         self.spec: ModelSpec = placed.spec
         self.head, self.dtype = placed.head, placed.config.dtype
         self.grid = Grid.build(placed.layout, world.groups)
@@ -77,8 +87,8 @@ class Role:
         self._platform, self._watch = world.platform, world.watch
         multiple = self.grid.tp if config.sequence_parallel else 1
         self._padded = padding(multiple, rounded_rows(DTYPES[self.dtype]))
-        self._models: list[PackedModel] = []
-        if self.grid.inside:
+        self._models: list[PackedModel] = models or []
+        if self.grid.inside and models is None:
             self._models = build_model(
                 self.spec,
                 self.grid,
@@ -102,6 +112,12 @@ class Role:
             yield
         finally:
             self._watch, self._alone = watch, False
+
+    @property
+    def saved_weights(self) -> list[tuple[Weight, Tensor]]:
+        """What a checkpoint has of this rank's weights: those that change."""
+        found = named_weights(self.chunks, self.spec, head=self.head)
+        return [(weight, parameter) for weight, parameter in found if is_trained(weight, self.spec)]
 
     def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
         """Each replica's, balanced by tokens. some: of these rows of the batch alone."""

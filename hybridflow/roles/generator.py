@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.flops import forward_flops
+from hybridflow.architecture.weights import is_trained, model_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem, RewardError
@@ -33,6 +34,7 @@ from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
+from hybridflow.rollout.adapters import engine_adapters
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import (
     RolloutListener,
@@ -87,6 +89,7 @@ class Generator:
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        frozen = {w.megatron for w in model_weights(actor.spec, "lm") if not is_trained(w, actor.spec)}
         plan = plan_reshard(
             actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
         )
@@ -104,6 +107,7 @@ class Generator:
             group=world_group(),
             space=space,
             reads=True,
+            kept=frozen if placed.keeps_base else (),
         )
         self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
         self.costs: list[ReshardCost] = []
@@ -164,6 +168,7 @@ class Generator:
             block_tokens=self.kv_cache.block_tokens,
             platform=self._platform,
             routing=self.routing,
+            adapters=engine_adapters(actor.spec),
         )
 
     @contextlib.contextmanager

@@ -4,11 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from megatron.core.typed_torch import not_none
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
+from hybridflow.architecture.weight import Weight
 from hybridflow.batch import RolloutBatch, Tokens, sequence_ends, to_device_async
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.models.build import PackedModel
+from hybridflow.models.lora import AdapterChoice
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
@@ -27,10 +31,18 @@ SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by thei
 class Reference(Role):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: RunContext) -> None:
-        super().__init__(placed, recompute="none", world=world)
+    def __init__(
+        self,
+        placed: PlacedModel,
+        *,
+        temperature: SamplingTemperature,
+        world: RunContext,
+        models: list[PackedModel] | None = None,
+    ) -> None:
+        """models: as of `Role`."""
+        super().__init__(placed, recompute="none", world=world, models=models)
         self.name, self.temperature, self.vocab_kernels = placed.name, temperature, vocab_kernels()
-        for chunk in self.chunks:
+        for chunk in self.chunks if models is None else ():
             chunk.requires_grad_(False)
 
     def log_probs(self, batch: RolloutBatch) -> PartialTensor:
@@ -43,6 +55,47 @@ class Reference(Role):
         weights, self.ahead = actor.weights(), None
         for weight, parameter in named_weights(self.chunks, self.spec, head="lm"):
             parameter.data.copy_(weights[weight.megatron][1])
+
+
+class ActorAsReference(Reference):
+    """The actor without its adapters, or with those it began with: a reference that has no weights of its own.
+
+    keeps: whether the reference has adapters, those that the actor has now; else none.
+    """
+
+    def __init__(self, actor: "Actor", *, world: RunContext, keeps: bool) -> None:
+        super().__init__(actor.placed, temperature=actor.temperature, world=world, models=actor.models)
+        self.name, self.chunks = "reference", actor.chunks
+        if keeps:
+            self.copy_weights(actor)
+
+    def log_probs(self, batch: RolloutBatch) -> PartialTensor:
+        """As of any reference. After a step the actor's weights may still be on the way: a forward pass waits."""
+        with contextlib.ExitStack() as stack:
+            for choice in self._choices:
+                stack.enter_context(choice.as_reference())
+            return super().log_probs(batch)
+
+    def copy_weights(self, actor: "Actor") -> None:
+        """Take the adapters that the actor has now."""
+        self.ahead = None
+        actor.wait_for_weights()
+        adapters: dict[Tensor, Tensor] = {
+            p: p.detach().clone() for w, p in named_weights(self.chunks, self.spec, head="lm") if w.adapter
+        }
+        for choice in self._choices:
+            choice.reference = adapters
+
+    @property
+    def saved_weights(self) -> list[tuple[Weight, Tensor]]:
+        """The adapters of the reference, under the names of the actor's."""
+        kept = self._choices[0].reference if self._choices else {}
+        found = named_weights(self.chunks, self.spec, head=self.head)
+        return [(weight, kept[parameter]) for weight, parameter in found if parameter in kept]
+
+    @property
+    def _choices(self) -> list[AdapterChoice]:
+        return [not_none(model.adapters) for model in self._models]
 
 
 class Actor(TrainedRole):
@@ -64,6 +117,7 @@ class Actor(TrainedRole):
     ) -> None:
         """routing: the actor takes the engine's experts where a batch has records of them."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
+        self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
         self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
         self._first_step_counts = True

@@ -20,6 +20,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
+from hybridflow.rollout.adapters import EngineAdapters
 from hybridflow.rollout.cache import CacheUse
 from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.patches import prepare_vllm, without_bars
@@ -66,6 +67,7 @@ class RolloutEngine:
     tied: whether the output layer is the embedding.
     routing: the engine records the experts of each token; only the first tensor-parallel rank of a stage tells them.
     block_tokens: of the KV cache, where it is the trainer that says it.
+    adapters: of the actor; the source has their matrices too.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class RolloutEngine:
         block_tokens: int,
         platform: Platform,
         routing: RoutingSizes | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         prepare_vllm()
         import vllm
@@ -102,7 +105,7 @@ class RolloutEngine:
                 model=str(model),
                 config_format="hf",  # some directories have another config beside config.json
                 load_format=LOAD_FORMAT,
-                model_loader_extra_config={"source": source},
+                model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
                 hf_overrides={"tie_word_embeddings": tied},  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,

@@ -30,6 +30,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import check_version, replace_in
+from hybridflow.rollout.adapted_layers import add_adapters
+from hybridflow.rollout.adapters import EngineAdapters
 
 READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see cpu/engine
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
@@ -38,12 +40,13 @@ Source = Callable[[str], Tensor]  # engine parameter name -> the trainer's memor
 
 @register_model_loader(LOAD_FORMAT)
 class AliasLoader(BaseModelLoader):
-    """Takes `{"source": Source}` as model_loader_extra_config."""
+    """Takes `{"source": Source, "adapters": EngineAdapters | None}` as model_loader_extra_config."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         check_version("vllm", vllm.__version__)  # it replaces how layers make their weights
         super().__init__(load_config)
         self._source: Source = load_config.model_loader_extra_config["source"]
+        self._adapters: EngineAdapters | None = load_config.model_loader_extra_config["adapters"]
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to fetch: the weights are in this process."""
@@ -55,11 +58,13 @@ class AliasLoader(BaseModelLoader):
         with set_default_torch_dtype(dtype):
             with device, _weights_on_meta():
                 model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                if self._adapters is not None:
+                    add_adapters(model, self._adapters)
             self.load_weights(model, model_config)
             process_weights_after_loading(model, model_config, device)
             _check_experts(model)
             self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
-        tell_compile_cache(vllm_config, model)
+        tell_compile_cache(vllm_config, model, self._adapters)
         return model.eval()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -84,15 +89,16 @@ class AliasLoader(BaseModelLoader):
             parameter.data = memory
 
 
-def tell_compile_cache(vllm_config: VllmConfig, model: nn.Module) -> None:
-    """Make the names, shapes and strides of the weights a part of the config's hash.
+def tell_compile_cache(vllm_config: VllmConfig, model: nn.Module, adapters: EngineAdapters | None = None) -> None:
+    """Make the names, shapes and strides of the weights a part of the config's hash, and the scale of adapters.
 
     vLLM 0.32.0 keeps compiled code by a hash of config, environment and source, which is taken when the model first
     runs. The strides of weights are compiled in and are in none of the three: code for contiguous weights would be
     taken for views of wider ones, and the other way round.
     """
     weights = [(name, tuple(weight.shape), weight.stride()) for name, weight in model.named_parameters()]
-    digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()
+    known = [weights, None if adapters is None else adapters.scale]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     assert isinstance(vllm_config.additional_config, dict), f"ours is a dict, not {vllm_config.additional_config}"
     vllm_config.additional_config = vllm_config.additional_config | {"hybridflow_weights": digest}
 

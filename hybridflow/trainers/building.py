@@ -24,7 +24,7 @@ from hybridflow.rewards.scorer import Scorer
 from hybridflow.rewards.specs import pool_limits
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
-from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.trainers.environments import environments_of
 
@@ -87,6 +87,9 @@ def build_roles(
     reference = None
     if "reference" in models:
         reference = Reference(models["reference"], temperature=temperature, world=world)
+    elif config.reference_is_base:
+        resets = config.algorithm.kl.reset_reference_interval is not None
+        reference = ActorAsReference(actor, world=world, keeps=resets or placed.begins_with_adapters)
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]

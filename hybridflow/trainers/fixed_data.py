@@ -35,7 +35,7 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
-from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
@@ -45,7 +45,11 @@ def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     models = placed.models
     actor = Actor(models["actor"], temperature=1.0, world=world) if "actor" in models else None
-    reference = Reference(models["reference"], temperature=1.0, world=world) if "reference" in models else None
+    reference = None
+    if "reference" in models:
+        reference = Reference(models["reference"], temperature=1.0, world=world)
+    elif actor is not None and placed.config.reference_is_base:
+        reference = ActorAsReference(actor, world=world, keeps=placed.begins_with_adapters)
     reward_model = None
     if "reward_model" in models:
         reward_model = TrainedRewardModel(models["reward_model"], world=world, head_seed=placed.config.seed)

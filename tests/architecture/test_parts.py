@@ -10,7 +10,8 @@ from torch import Tensor
 from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape, whole_parts, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import LM_HEAD, TABLES, VALUE_HEAD, Weight, embedding, layer_weights, model_weights
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import LM_HEAD, TABLES, VALUE_HEAD, embedding, layer_weights, model_weights
 from hybridflow.parallel.layout import Cut, Place
 from tests.grids import each
 

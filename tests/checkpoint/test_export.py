@@ -20,8 +20,9 @@ import hybridflow
 from hybridflow.architecture import parts, shards, weights
 from hybridflow.architecture.parts import read_shard, shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import Weight, staged_weights
+from hybridflow.architecture.weights import staged_weights
 from hybridflow.checkpoint import export
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.convert.to_megatron import to_megatron

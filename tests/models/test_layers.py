@@ -114,8 +114,8 @@ def check_swiglu_on_gpus(dtype: torch.dtype) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_swiglu_on_gpus_is_one_kernel_each_way(dtype: str) -> None:
-    """In a process of its own, told nothing by this one: on CPUs hybridflow turns megatron's compiled functions off when
-    it adapts megatron, and says so in the environment.
+    """In a process of its own that inherits nothing: on CPUs hybridflow turns megatron's compiled functions off when it
+    adapts megatron, and says so in the environment.
     """
     code = f"import torch; from tests.models.test_layers import check_swiglu_on_gpus as check; check(torch.{dtype})"
     off = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import Weight, model_weights, num_parameters
+from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import model_weights, num_parameters
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout

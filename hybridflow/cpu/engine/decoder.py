@@ -107,6 +107,7 @@ def _understood(layer: Any) -> bool:
         and type(rotation).forward_cpu is RotaryEmbedding.forward_cpu
         and rotation.is_neox_style
         and attention.attn.query_quant is None
+        and not any(hasattr(_part(layer, name), "lora_a") for name in PARTS)
         and attention.attn.kv_sharing_target_layer_name is None
     )
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.architecture.parts import Block, blocks
 from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import write_distributed
-from hybridflow.architecture.weights import Weight
 from hybridflow.convert import chunks as chunks_module
 from hybridflow.convert.survey import open_survey
 from hybridflow.convert.to_huggingface import to_huggingface

@@ -1,0 +1,62 @@
+"""The adapters of a role, from the role's section `lora` and, where that names one, a directory of PEFT."""
+
+from pathlib import Path
+
+from hybridflow.architecture.adapter_weights import is_linear, modules_of
+from hybridflow.architecture.lora import ALL_LINEAR, Lora, names
+from hybridflow.architecture.peft_directory import AdapterFile, read_adapter_config, targets_of
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import layer_weights
+from hybridflow.config.lora import ALPHA, RANK, LoraConfig
+from hybridflow.errors import CheckpointError, ConfigError
+
+
+def read_lora(key: str, config: LoraConfig, spec: ModelSpec, seed: int) -> Lora:
+    """key: of the section. seed: what new adapters are drawn from. Errors: ConfigError, naming the key."""
+    if config.adapter_path is not None:
+        found = _of_directory(key, config, Path(config.adapter_path), spec)
+    else:
+        given = config.target_modules
+        targets = None if given is None or given == ALL_LINEAR else tuple(given)
+        alpha, rslora = float(config.alpha or ALPHA), bool(config.use_rslora)
+        found = Lora(config.rank or RANK, alpha, targets, config.exclude_modules, use_rslora=rslora, seed=seed)
+    _check_names(key, found, spec)
+    return found
+
+
+def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> Lora:
+    name = f"{key}.adapter_path"
+    said = read_adapter_config(path, name)
+    for field, mine, theirs in (
+        ("rank", config.rank, said["r"]),
+        ("alpha", config.alpha, said["lora_alpha"]),
+        ("use_rslora", config.use_rslora, bool(said.get("use_rslora"))),
+    ):
+        if mine is not None and mine != theirs:
+            raise ConfigError(f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave it out")
+    try:
+        targets = targets_of(AdapterFile(path), spec, name)
+    except CheckpointError as error:
+        raise ConfigError(f"{name} = {path}: {error}") from error
+    return Lora(int(said["r"]), float(said["lora_alpha"]), targets, use_rslora=bool(said.get("use_rslora")), path=path)
+
+
+def _check_names(key: str, lora: Lora, spec: ModelSpec) -> None:
+    """Each name is that of a linear layer that can have an adapter, and some layer has one."""
+    known = linear_layers(spec)
+    for field, given in (("target_modules", lora.targets or ()), ("exclude_modules", lora.excluded)):
+        for name in given:
+            if not any(names(name, module) for module in known):
+                short = dict.fromkeys(module.rsplit(".", 1)[1] for module in known)
+                raise ConfigError(
+                    f"{key}.{field}: {name} names no linear layer of {spec.path} that can have an adapter; these can: "
+                    f"{', '.join(short)}"
+                )
+    if not any(map(lora.adapts, known)):
+        raise ConfigError(f"{key}.exclude_modules = {list(lora.excluded)} leaves no linear layer with an adapter")
+
+
+def linear_layers(spec: ModelSpec) -> list[str]:
+    """Names of the linear layers that can have adapters, with {layer} in place of the number."""
+    weights = (weight for kind in spec.layer_kinds for weight in layer_weights(spec.base, kind) if is_linear(weight))
+    return list(dict.fromkeys(module for weight in weights for module in modules_of(weight)))

@@ -1,0 +1,72 @@
+"""Adapters in vLLM's linear layers, as parameters of the layers: they are the trainer's memory, as weights are.
+
+vLLM's own adapters would be copies in 16 bits, written anew at each sync, and take other kernels. Here a layer computes
+y + scale B (A x) of what it reads and gives itself: in compiled code and CUDA graphs as in any other.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from hybridflow.architecture.adapter_weights import A, B
+from hybridflow.errors import EnvironmentProblem
+from hybridflow.rollout.adapters import EngineAdapters
+
+
+class AdaptedLinearMethod(UnquantizedLinearMethod):
+    """Of a layer with `lora_a` (parts x rank, in) and `lora_b` (out, rank), the rows of the parts one below the other.
+
+    A row-parallel layer sums over the ranks what this gives: A's columns are cut as the weight's are.
+    """
+
+    def __init__(self, rank: int, scale: float, outputs: tuple[int, ...]) -> None:
+        """outputs: rows of each part."""
+        super().__init__()
+        self._rank, self._scale, self._outputs = rank, scale, outputs
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = super().apply(layer, x, bias)
+        a, b = layer.lora_a, layer.lora_b
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "they are parameters"
+        hidden = linear(x, a) * self._scale
+        if len(self._outputs) == 1:
+            return out + linear(hidden, b)
+        parts = zip(hidden.split(self._rank, dim=-1), b.split(self._outputs), strict=True)
+        return out + torch.cat([linear(part, rows) for part, rows in parts], dim=-1)
+
+
+def add_adapters(model: nn.Module, adapters: EngineAdapters) -> None:
+    """Give the model's linear layers their adapters, without memory. Layers of other stages are not there.
+
+    Errors: EnvironmentProblem, where vLLM computes a layer in another way than by the weight as it is.
+    """
+    for name, layer in model.named_modules():
+        if name in adapters.parts and not _is_elsewhere(layer):
+            _adapt(name, layer, adapters, adapters.parts[name])
+
+
+def _is_elsewhere(layer: nn.Module) -> bool:
+    return not list(layer.named_parameters(recurse=False))
+
+
+def _adapt(name: str, layer: Any, adapters: EngineAdapters, num_parts: int) -> None:
+    if not isinstance(layer, LinearBase) or type(layer.quant_method) is not UnquantizedLinearMethod:
+        found = type(getattr(layer, "quant_method", layer)).__name__
+        raise EnvironmentProblem(f"{name}: vLLM computes this layer by {found}, which takes no adapter")
+    weight: Any = layer.weight
+    rows, inputs = weight.shape
+    outputs = (rows,) if num_parts == 1 else _outputs(layer)
+    assert len(outputs) == num_parts and sum(outputs) == rows, f"{name}: {outputs} of {num_parts} parts, {rows} rows"
+    for end, shape in ((A, (num_parts * adapters.rank, inputs)), (B, (rows, adapters.rank))):
+        empty = torch.empty(shape, dtype=weight.dtype, device="meta")
+        layer.register_parameter(end[1:], nn.Parameter(empty, requires_grad=False))
+    layer.quant_method = AdaptedLinearMethod(adapters.rank, adapters.scale, outputs)
+
+
+def _outputs(layer: Any) -> tuple[int, ...]:
+    sizes: Collection[int] = layer.output_partition_sizes
+    return tuple(sizes)
