@@ -6,21 +6,26 @@
 Behind PEFT's prefix names are those of the base model, which the table of weights has.
 """
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.architecture.adapter_weights import HF, B
+from hybridflow.architecture.adapter_weights import HF, A, B
 from hybridflow.architecture.lora import Lora, initial_a
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weight import Shape
+from hybridflow.architecture.weights import model_weights
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.directories import replace_directory, sync
 from hybridflow.formats.file_bytes import opened, read_box
+from hybridflow.formats.huggingface_files import write_safetensors
 from hybridflow.formats.json_text import parse_json
-from hybridflow.formats.safetensors_files import ALL, HeaderEntry, box_of, check_readable, read_header
+from hybridflow.formats.safetensors_files import ALL, HeaderEntry, TensorInfo, box_of, check_readable, read_header
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -151,3 +156,60 @@ def targets_of(file: AdapterFile, spec: ModelSpec, key: str) -> tuple[str, ...]:
                 f"layer {missing}: all layers must be alike"
             )
     return tuple(sorted(inside))
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
+
+
+def write_adapter(target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, head: Head) -> None:
+    """Write a directory that PEFT and vLLM read, in place of an earlier one. tensors: by HuggingFace names.
+
+    Errors: CheckpointError, OSError, where the files cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    planned = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
+    write_safetensors(partial / WEIGHTS, planned, named.__getitem__)
+    text = json.dumps(adapter_config(tensors, spec, head), indent=2) + "\n"
+    (partial / CONFIG).write_text(text)
+    sync(partial / CONFIG)
+    replace_directory(partial, target)
+
+
+def adapter_config(tensors: Collection[str], spec: ModelSpec, head: Head) -> dict[str, Any]:
+    """What PEFT has to know of adapters with these tensors."""
+    assert spec.lora is not None, "the model has adapters"
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[head],
+        "base_model_name_or_path": str(spec.path),
+        "r": spec.lora.rank,
+        "lora_alpha": spec.lora.alpha,
+        "use_rslora": spec.lora.use_rslora,
+        "target_modules": _short_names(tensors, spec),
+        "modules_to_save": ["score"] if "score.weight" in tensors else None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _short_names(tensors: Collection[str], spec: ModelSpec) -> list[str]:
+    """The ends of the adapted modules' names that no other linear layer of the base model has."""
+    adapted = {name.removesuffix(HF[A]) for name in tensors if name.endswith(HF[A])}
+    named = (name for weight in model_weights(spec.base, spec.head) for name in weight.hf)
+    others = {name.removesuffix(".weight") for name in named if name.endswith(".weight")} - adapted
+    of_others = {end for other in others for end in _ends(other)}
+    return sorted({next(end for end in _ends(module) if end not in of_others) for module in adapted})
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Of a name with dots: the last part, the last two, and so on."""
+    parts = module.split(".")
+    return (".".join(parts[-n:]) for n in range(1, len(parts) + 1))

@@ -3,6 +3,9 @@
 The ranks of the first replica, and of replicas that share experts with the first, send one weight's shards at a time.
 The first rank of each pipeline stage receives the shards and sends the weight to the first stage. The first stage holds
 one weight at most, and writes files of at most `MAX_FILE_BYTES`. The directory appears when all files are complete.
+
+Of a model with adapters two directories are written: the model with the adapters merged once, in float32, and the
+adapters as PEFT has them.
 """
 
 import shutil
@@ -13,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.merge import merged
 from hybridflow.architecture.parts import whole_parts
+from hybridflow.architecture.peft_directory import write_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
 from hybridflow.errors import CheckpointError, SaveError
@@ -45,6 +50,7 @@ def export_huggingface(
     end_token_ids: Sequence[int] = (),
     group: dist.ProcessGroup | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    adapter: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write the weights that the model holds now, in the model's dtype and with the head.
@@ -52,6 +58,7 @@ def export_huggingface(
     Collective over the group, by default that of the world.
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
+    adapter: where the adapters of a model that has any go.
 
     A model that started without a score head becomes a *ForSequenceClassification with one label. Errors: SaveError,
     on every rank, where a file cannot be written.
@@ -62,16 +69,21 @@ def export_huggingface(
         own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)
+        adapters: dict[str, Tensor] = {}
+        if spec.lora is not None:
+            tensors = merged(tensors, spec, head, adapters)
         if grid.tp_rank == grid.pp_rank == grid.dp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
             try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                _write_weights(tensors, _plan(spec, dtype, head), partial, max_file_bytes, report)
+                _write_weights(tensors, _plan(spec.base, dtype, head), partial, max_file_bytes, report)
                 write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
                 copy_companions(spec.path, partial)
                 add_end_tokens(partial, end_token_ids)
                 replace_directory(partial, target)
+                if spec.lora is not None and adapter is not None:
+                    write_adapter(adapter, adapters, spec, head)
             except CheckpointError as error:
                 failure = str(error)
             except OSError as error:

@@ -136,6 +136,7 @@ class FixedDataTrainer:
                 export_huggingface(
                     self.models.trained()[0],
                     self.config.run_dir / "hf",
+                    adapter=self.config.run_dir / "adapter",
                     end_token_ids=self._end_token_ids(),
                     report=recorder.message,
                 )

@@ -314,6 +314,7 @@ class OnlineTrainer:
                     export_huggingface(
                         self.run.actor,
                         self.config.run_dir / "hf",
+                        adapter=self.config.run_dir / "adapter",
                         end_token_ids=self.inputs.ends.ids,
                         group=self.exchange.group,
                         report=recorder.message,
