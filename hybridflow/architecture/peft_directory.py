@@ -44,8 +44,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (),
     "target_parameters": ((), []),
     "megatron_config": (),
-    "modules_to_save": ([], ["score"]),
 }
+
+HEADS = frozenset({"score", "classifier"})  # what PEFT names where a model scores, of which score is there
 
 
 class AdapterFile:
@@ -132,6 +133,9 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
         value = said.get(field)
         if value is not None and value not in allowed:
             raise ConfigError(f"{key} = {path}: {CONFIG} has {field} = {value!r}, which is not supported")
+    whole = said.get("modules_to_save") or []
+    if not HEADS.issuperset(whole):
+        raise ConfigError(f"{key} = {path}: {CONFIG} has modules_to_save = {whole!r}; a head that scores alone may be")
     for field in ("r", "lora_alpha"):
         value = said.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

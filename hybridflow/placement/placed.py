@@ -92,6 +92,19 @@ class PlacedRun(PlacedModels):
         return self.config.rollout.bucket_bytes(cuda=self.cuda)
 
     @property
+    def critic_shares_base(self) -> bool:
+        """Whether the critic's frozen weights are the actor's: of one directory and dtype, and cut alike."""
+        critic, actor = self.models.get("critic"), self.actor
+        if critic is None or critic.spec.lora is None or actor.spec.lora is None:
+            return False
+        alike = (critic.spec.path, critic.config.dtype, critic.layout) == (
+            actor.spec.path,
+            actor.config.dtype,
+            actor.layout,
+        )
+        return alike
+
+    @property
     def keeps_base(self) -> bool:
         """Whether the engine keeps what it has of weights that are frozen: on ranks that hold no model there is room.
 
