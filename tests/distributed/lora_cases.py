@@ -1,6 +1,7 @@
 """What the worker of adapters runs, and what PEFT makes of the same: one description for both."""
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +19,8 @@ TARGETS = {
     "mixtral": OF_ATTENTION,
     "qwen3_moe": OF_ATTENTION,
 }
+# PEFT 0.21.2 takes gate_proj, up_proj and down_proj for the fused matrices of routed experts, never for a shared expert
+FOR_EXPERTS = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
 SOME = ["q_proj", "v_proj", "down_proj"]  # of weights that are of several linear layers
 WITHOUT_CRITIC = ("glm4_moe",)  # of which transformers has no model that scores
 FULL_RECOMPUTATION = "tp1pp1dp1vpp1-full"
@@ -48,13 +51,6 @@ def targets(family: str) -> list[str]:
     return TARGETS.get(family, NAMES)
 
 
-def targets_for_peft(family: str) -> list[str] | str:
-    """By an expression where PEFT takes the names of dense layers for the experts' fused matrices, too."""
-    if family != "glm4_moe":
-        return targets(family)
-    return r".*\.(self_attn\.[qkvo]_proj|layers\.0\.mlp\.\w+_proj|shared_experts\.\w+_proj)"
-
-
 def adapted(path: Path, family: str, *, seed: int, score: bool = False) -> nn.Module:
     """A model of transformers with PEFT's adapters, whose B are not zero; score: with a new head that scores."""
     torch.manual_seed(seed)
@@ -64,11 +60,13 @@ def adapted(path: Path, family: str, *, seed: int, score: bool = False) -> nn.Mo
     config = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
-        target_modules=targets_for_peft(family),
+        target_modules=targets(family),
         task_type="SEQ_CLS" if score else "CAUSAL_LM",
         modules_to_save=["score"] if score else None,
     )
-    model = get_peft_model(kind.from_pretrained(path, dtype=torch.float32, **more), config)
+    model = kind.from_pretrained(path, dtype=torch.float32, **more)
+    with mock.patch(FOR_EXPERTS):
+        model = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
