@@ -4,13 +4,13 @@ forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as list
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import num_parameters
+from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Cut, Layout, RolloutLayout, Stages
@@ -65,11 +65,12 @@ class RoleMemory:
     model: PlacedModel
     max_length: int  # tokens of the longest sequence
     rows: int  # most sequences of a replica that are computed together: a mini-batch, or a batch where none is trained
+    shares_base: bool = False  # whether another role on the same ranks holds the weights that are frozen
 
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout, trained=self.shares_base)
         return tuple(self._training(stage, count) for stage, count in enumerate(elements))
 
     def _training(self, stage: int, elements: int) -> Footprint:
@@ -89,7 +90,7 @@ class RoleMemory:
             return Footprint(weights=itemsize * elements, activations=activations)
         return Footprint(
             weights=itemsize * elements,
-            gradients=gradient_bytes(elements),
+            gradients=gradient_bytes(stage_elements(spec, self.model.head, layout, trained=True)[stage]),
             optimizer=stage_optimizer_bytes(spec, self.model.head, layout, config)[stage],
             activations=training_activation_bytes(
                 spec,
@@ -145,6 +146,8 @@ class RunMemory:
         self.run, self.actor, self.rollout = run, run.actor, run.rollout
         self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
+        if run.critic_shares_base:
+            self.roles["critic"] = replace(self.roles["critic"], shares_base=True)
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
         layouts, dtype = (self.actor.layout, self.rollout), self.actor.config.dtype
@@ -294,7 +297,8 @@ def _role_report(model: PlacedModel) -> Report:
     return {
         "role": model.name,
         "model": str(spec.path),
-        "parameters": num_parameters(spec, spec.head),
+        "parameters": num_parameters(spec.base, spec.head),
+        "trained_parameters": num_trained(spec, model.head) if spec.lora is not None else None,
         "dtype": model.config.dtype,
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
         "sequence_parallel": model.config.sequence_parallel,

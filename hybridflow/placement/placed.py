@@ -56,6 +56,14 @@ class PlacedModels:
     cuda: bool  # whether they are on GPUs
 
     @property
+    def computing(self) -> dict[str, PlacedModel]:
+        """All that compute, by name: beside the models the actor as a reference that has no weights of its own."""
+        if not self.config.reference_is_base:
+            return self.models
+        actor = self.models["actor"]
+        return self.models | {"reference": replace(actor, name="reference", spec=actor.spec.base)}
+
+    @property
     def begins_with_adapters(self) -> bool:
         """Whether the actor's adapters are those of a directory: a reference that is the actor then has them too."""
         lora = self.models["actor"].spec.lora
@@ -222,12 +230,12 @@ def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     roles = config.roles()
     read = {path: reasons.collect(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
     specs = {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
-    found = {name: reasons.collect(_adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
+    found = {name: reasons.collect(adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
     return {name: specs[name] if spec is None else spec for name, spec in found.items()}
 
 
-def _adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
-    """With the adapters that the role has."""
+def adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
+    """With the adapters that the role has. Errors: ConfigError, as `read_lora`."""
     if not isinstance(role, TrainedRoleConfig) or role.lora is None:
         return spec
     return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, seed))

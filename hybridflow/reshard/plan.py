@@ -21,6 +21,7 @@ from typing import NamedTuple
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import is_trained
 from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.packing import WeightPiece
@@ -362,16 +363,21 @@ def plan_reshard(
     *,
     bucket_elements: int = BUCKET_ELEMENTS,
     dtype: str = "float32",
+    changing: bool = False,
 ) -> ReshardPlan:
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
     bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
-    shards of any; a larger weight has a bucket to itself. dtype: of the model.
+    shards of any; a larger weight has a bucket to itself. dtype: of the model. changing: what later syncs move where
+    the engine keeps weights that are frozen.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=dtype != "float32")
+    table = weight_table(spec, *stages)
+    if changing:
+        table = tuple(entry for entry in table if is_trained(entry.weight, spec))
+    return ReshardPlan(train, rollout, table, bucket_elements, two_dtypes=dtype != "float32")
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
