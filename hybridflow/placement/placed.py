@@ -186,7 +186,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
 
 def reencodes(config: ExperimentConfig, name: str) -> bool:
     """Whether a reward model reads texts that are encoded anew, in place of the actor's tokens."""
-    role = config.roles()[name]
+    role = config.roles().get(name)  # a reference that is the actor has no section
     return isinstance(role, RewardModelConfig) and role.reencode
 
 
