@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import frozen_weights
-from hybridflow.parallel.layout import TrainingCoordinates
+from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.packing import (
     Content,
     Parcel,
@@ -241,6 +241,23 @@ class EngineHoldings:
             held = tuple((weight.megatron, prod(shard_shape(weight, self._spec, cut))) for weight in weights)
             self._storages_of[stage] = _cut(held, self._bucket_elements, alone=self._frozen)
         return self._storages_of[stage]
+
+
+def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> dict[str, int | None]:
+    """Bytes a rank receives by the papers' formulas, None where their premise does not hold.
+
+    HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
+    the training groups: t_g divides tp, p_g divides pp, on the same ranks. DeepSpeed-Chat (the same table):
+    (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
+    split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
+    """
+    shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
+    same = train.ranks == rollout.ranks
+    within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
+    return {
+        "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
+        "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ replay

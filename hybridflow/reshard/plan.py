@@ -23,7 +23,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import is_trained
 from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
-from hybridflow.reshard.groups import engine_stages
+from hybridflow.reshard.groups import dealt_origin, engine_stages
 from hybridflow.reshard.packing import WeightPiece
 from hybridflow.reshard.slices import (
     Arrangement,
@@ -284,7 +284,7 @@ class ReshardPlan:
     @cached_property
     def _origins(self) -> dict[int, TrainingCoordinates]:
         """Where in training each rank receives from first: the rank's own coordinates, or dealt ones."""
-        dealt = {rank: _dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
+        dealt = {rank: dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
         return dealt | {rank: self.train.coordinates(rank) for rank in self.train.ranks}
 
     @cached_property
@@ -383,19 +383,6 @@ def plan_reshard(
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     """The order that undoes `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLayout) -> TrainingCoordinates:
-    """Where in training a rank that only generates receives from first, dealt to spread the load.
-
-    Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
-    neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
-    engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
-    """
-    shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
-    number = (engine.replica * shared_tp + engine.tp % shared_tp) * shared_pp + engine.pp % shared_pp
-    turn, dp = divmod(number, train.dp)
-    return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)
 
 
 def _source_stage(kind: Kind, near: int) -> int:
