@@ -152,9 +152,9 @@ def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
     return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
 
 
-def environment_notes(config: RunConfig) -> list[str]:
-    """Which releases are installed, and which kernels the models take."""
-    return [set_line(), _kernels(config)]
+def start_notes(placed: PlacedModels) -> list[str]:
+    """Which releases are installed, which kernels the models take, and which models have adapters."""
+    return [set_line(), _kernels(placed.config), *adapter_notes(placed)]
 
 
 LOW_RATE = 5e-6  # of adapters; full training takes about a tenth (docs/guides/lora.md)
