@@ -206,6 +206,29 @@ def engine_and_update_speed(device: torch.device, folder: Path) -> list[Line]:
     ]
 
 
+def training_of_adapters(device: torch.device, folder: Path) -> list[Line]:
+    """The same GRPO by adapters of rank 32 and by all weights: log-probs of the engine, seconds, memory."""
+    cuda, found = device.type == "cuda", {}
+    for kind in ("all weights", "adapters"):
+        (own := folder / kind.replace(" ", "_")).mkdir()
+        config = json.loads(speed_config(own, small=not cuda).read_text())
+        config["actor"]["optimizer"]["lr"] = 1e-3 if cuda else 1e-2
+        if kind == "adapters":
+            config["actor"]["lora"], config["reference"] = {"rank": 32 if cuda else 4}, None
+        (own / "config.yaml").write_text(json.dumps(config))
+        out, environment = own / "run.json", None if cuda else CPU_ONLY
+        torchrun(1, "-m", "tests.gpu.speed_worker", "run", own / "config.yaml", out, environment=environment)
+        found[kind] = json.loads(out.read_text())
+    full, own_metrics = (found[kind]["metrics"] for kind in ("all weights", "adapters"))
+    name, most = ("rollout/log_prob_diff_mean", 0.05) if cuda else ("rollout/log_prob_diff_max", 1e-4)
+    lines = [Line(f"{name}, adapters", f"{own_metrics[name]:.1e}", own_metrics[name] < most)]
+    for metric in ("time/rollout_seconds", "time/actor_update_seconds", "memory/actor_gpu_mem_mb"):
+        if metric in full:
+            lines.append(Line(metric, f"{own_metrics[metric]:.3g}, of all weights {full[metric]:.3g}"))
+    steps = [found[kind]["step ms"] for kind in ("adapters", "all weights")]
+    return [*lines, Line("engine step", f"{steps[0]:.2f} ms, of all weights {steps[1]:.2f} ms")]
+
+
 PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
@@ -215,6 +238,7 @@ PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     training_beside_the_cpu,
     loop_with_gathered_weights,
     engine_and_update_speed,
+    training_of_adapters,
 )
 CPU_ONLY = {"HYBRIDFLOW_PLATFORM": "cpu"}
 

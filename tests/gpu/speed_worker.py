@@ -50,7 +50,9 @@ def run(config: Path) -> dict[str, Any]:
     trainer.iterate = watched
     trainer.fit()
     metrics = {
-        name: float(x) for name, x in found.pop("metrics").items() if name.startswith(("speed/", "time/", "roll"))
+        name: float(x)
+        for name, x in found.pop("metrics").items()
+        if name.startswith(("speed/", "time/", "roll", "memory/", "kl/"))
     }
     found |= {"metrics": metrics, "rows a step": trainer.generator.engine.most_rows, **sleeps(trainer)}
     platforms.stop()
