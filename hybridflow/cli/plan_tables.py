@@ -66,7 +66,8 @@ def _roles_table(plan: "Report") -> Table:
         table.add_row(
             role["role"],
             role["dtype"],
-            _count(role["parameters"]),
+            _count(role["parameters"])
+            + (f", {_count(trained)} trained" if (trained := role["trained_parameters"]) else ""),
             _grid(role),
             role["ranks"],
             _layers(role["layers_per_stage"]),
@@ -165,7 +166,17 @@ def _reshard_notes(reshard: "Report") -> list[str]:
     ]
     if shares:
         notes.append(f"The mean received is {' and '.join(shares)}.")
-    return notes
+    return notes + _frozen_notes(reshard["frozen"])
+
+
+def _frozen_notes(frozen: "Report | None") -> list[str]:
+    """Which of a sync's bytes are of frozen weights."""
+    if frozen is None or not frozen["received_bytes"]:
+        return []
+    share = f"{_bytes(frozen['received_bytes'])} of what a rank receives at most are frozen weights"
+    if frozen["once"]:
+        return [f"{share}: they travel once, when the engine is built. Later {_bytes(frozen['adapter_bytes'])} travel."]
+    return [f"{share}, in each iteration: the engine is cut in another way than the actor. Cut alike nothing travels."]
 
 
 def _checkpoint_table(checkpoint: "Report") -> Table:

@@ -351,9 +351,22 @@ def _reshard_report(of: RunMemory) -> Report:
         "sent_bytes": _spread(size * plan.sent_elements(rank) for rank in training),
         "permuted_bytes": _spread(size * plan.permuted_elements(rank) for rank in engine),
         "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in reshard.ranks),
+        "frozen": _frozen_report(of),
         "num_buckets": len(plan.buckets),
         **formulas(model_bytes, plan.train, plan.rollout),
     }
+
+
+def _frozen_report(of: RunMemory) -> Report | None:
+    """Of a model with adapters: what a rank receives of frozen weights and of adapters, and whether the first once."""
+    if of.actor.spec.lora is None:
+        return None
+    ranks, dtype = of.rollout.ranks, of.actor.config.dtype
+    adapters = plan_reshard(of.actor.spec, of.actor.layout, of.rollout, dtype=dtype, changing=True)
+    later = [of.itemsize * adapters.received_elements(rank) for rank in ranks]
+    first = [of.itemsize * of.plan.received_elements(rank) for rank in ranks]
+    frozen = max(all_of_it - own for all_of_it, own in zip(first, later, strict=True))
+    return {"received_bytes": frozen, "adapter_bytes": max(later), "once": of.run.keeps_base}
 
 
 def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vllm.compilation.caching import aot_compile_hash_factors
 from vllm.config import VllmConfig
 
+from hybridflow.rollout.adapters import EngineAdapters
 from hybridflow.rollout.loader import tell_compile_cache
 
 
@@ -17,9 +18,9 @@ def model(weight: Tensor, name: str = "o_proj") -> nn.Module:
     return found
 
 
-def hashed(weight: Tensor, name: str = "o_proj") -> str:
-    config = VllmConfig()
-    tell_compile_cache(config, model(weight, name))
+def hashed(weight: Tensor, name: str = "o_proj", scale: float | None = None) -> str:
+    config, adapters = VllmConfig(), None if scale is None else EngineAdapters(4, scale, {name: 1})
+    tell_compile_cache(config, model(weight, name), adapters)
     return config.compute_hash()
 
 
@@ -35,8 +36,9 @@ def test_the_same_layout_has_the_same_key_whatever_its_content_and_address() -> 
         lambda: hashed(torch.zeros(6, 4)),
         lambda: hashed(torch.zeros(4, 6), name="down_proj"),
         lambda: VllmConfig().compute_hash(),  # vLLM's own loader
+        lambda: hashed(torch.zeros(4, 6), scale=2.0),  # a constant of compiled code
     ],
-    ids=["strided", "transposed", "other shape", "other name", "untold"],
+    ids=["strided", "transposed", "other shape", "other name", "untold", "with adapters"],
 )
 def test_another_layout_has_another_key(other: Callable[[], str]) -> None:
     assert hashed(torch.zeros(4, 6)) != other()
