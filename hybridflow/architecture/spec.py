@@ -192,6 +192,11 @@ def read_spec(path: str | Path) -> ModelSpec:
     CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
     """
     check_no_adapter(Path(path))
+    return spec_of_config(path)
+
+
+def spec_of_config(path: str | Path) -> ModelSpec:
+    """As `read_spec`, also where adapters alone lie beside config.json."""
     file = Path(path) / "config.json"
     raw = _read_json(file)
     architecture = _architecture(file, raw)
