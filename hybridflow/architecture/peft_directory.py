@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridflow.architecture.adapter_weights import HF, A, B, is_linear, modules_of
 from hybridflow.architecture.lora import Lora, initial_a, names
-from hybridflow.architecture.spec import Head, ModelSpec, spec_of_config
+from hybridflow.architecture.spec import Head, ModelSpec, read_spec
 from hybridflow.architecture.weight import Shape
 from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.architecture.weights import VALUE_HEAD, model_weights
@@ -118,7 +118,7 @@ class AdapterFile:
 def open_adapter(path: Path, lora: Lora) -> AdapterFile | MegatronDirectory:
     """The tensors of a directory by their HuggingFace names. lora: what its config says."""
     if is_distributed(path):
-        return MegatronDirectory(path, replace(spec_of_config(path), lora=lora))
+        return MegatronDirectory(path, replace(read_spec(path, adapters=True), lora=lora))
     return AdapterFile(path)
 
 

@@ -24,7 +24,7 @@ from hybridflow.architecture.peft_directory import (
     read_adapter_config,
     write_adapter_weights,
 )
-from hybridflow.architecture.spec import Head, ModelSpec, spec_of_config
+from hybridflow.architecture.spec import Head, ModelSpec, read_spec
 from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.architecture.weights import VALUE_HEAD, model_weights
 from hybridflow.config.hub import cached_directory, is_hub_name
@@ -94,7 +94,16 @@ def open_adapted(path: Path, base: str | None = None, *, key: str = "SRC") -> Ad
         for weight in model_weights(spec.base, head)
         for name, shape in zip(weight.hf, weight.shapes(spec.base), strict=True)
     }
-    return AdaptedModel(path, spec, lora, head, survey.files, adapter, infos, tuple(notes))
+    return AdaptedModel(
+        path=path,
+        spec=spec,
+        lora=lora,
+        head=head,
+        base=survey.files,
+        adapter=adapter,
+        infos=infos,
+        notes=tuple(notes),
+    )
 
 
 def base_directory(path: Path, given: str | None, *, key: str) -> Path:
@@ -151,7 +160,7 @@ def to_peft(
         raise CheckpointError(f"{source}: holds no adapter alone: a role of a run with actor.lora or critic.lora does")
     if not is_distributed(source):
         raise CheckpointError(f"{source}: is a directory of PEFT already; peft-to-hf merges it into the base model")
-    base = spec_of_config(source)
+    base = read_spec(source, adapters=True)
     spec = replace(base, lora=lora_of_directory(source, base, "SRC"))
     files = MegatronDirectory(source, spec)
     names = adapter_names(spec, base.head)

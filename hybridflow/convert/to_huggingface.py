@@ -119,8 +119,14 @@ def _of_megatron(source: Path, base: str | None) -> SourceModel:
 def _adapted(source: Path, base: str | None, target: Path) -> SourceModel:
     found = open_adapted(source, base)
     check_target(target, found.spec.path, overwrite=True)
-    directories = (found.spec.path, source)
-    return SourceModel(found.spec.base, found.head, dict(found.infos), found.read, directories, found.notes)
+    return SourceModel(
+        spec=found.spec.base,
+        head=found.head,
+        infos=dict(found.infos),
+        read=found.read,
+        directories=(found.spec.path, source),
+        notes=found.notes,
+    )
 
 
 def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processes: Processes) -> list[str]:

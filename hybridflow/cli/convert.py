@@ -48,18 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
     from hybridflow.convert import processes
 
     try:
-        together = processes.join()
+        together = processes.join(_show_error)
         status: int = options.run(options, together, _console() if together.first else None)
         together.barrier()
     except KeyboardInterrupt:
-        print_error("interrupted", "tools.convert")
+        _show_error("interrupted")
         status = 1
     except Exception as error:  # the boundary of the process: one process reports, all end
-        processes.report(error)
+        processes.report(error, _show_error)
         status = 1
         processes.abandon(status)
     processes.leave()
     return status
+
+
+def _show_error(error: object) -> None:
+    print_error(error, "tools.convert")
 
 
 def _console() -> Console:
