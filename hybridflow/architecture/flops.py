@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 
 UPDATE = 3  # forward passes that an update is worth: the backward pass has two products for each
+FROZEN_UPDATE = 2  # of a model whose weights have no gradients: one; adapters are left out
 # FLOP/s without sparsity, float32 without TF32: data sheets, as automap/profiles has them. A device is known by a part
 # of the name that CUDA has for the device, unless the name has a part of OTHERS, which are slower.
 PEAKS = {

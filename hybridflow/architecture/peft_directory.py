@@ -34,7 +34,6 @@ from hybridflow.formats.safetensors_files import ALL, HeaderEntry, TensorInfo, b
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LAYERS = ("model.layers.", "model.decoder.layers.")
-HEADS = ("score", "classifier")  # PEFT names both for any model that scores
 # What a config may say beside rank, alpha and names; everything else changes what the adapters compute.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -58,6 +57,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # other ways to begin change the base's weights
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
+
+HEADS = frozenset({"score", "classifier"})  # what PEFT names where a model scores, of which score is there
 
 
 class AdapterFile:
@@ -157,11 +158,8 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
         if value is not None and value not in allowed:
             raise ConfigError(f"{key} = {path}: {CONFIG} has {field} = {value!r}, which is not supported")
     whole = said.get("modules_to_save") or []
-    if not set(whole) <= set(HEADS):
-        raise ConfigError(
-            f"{key} = {path}: {CONFIG} has modules_to_save = {whole!r}, which is not supported: beside adapters "
-            "a value head alone is trained"
-        )
+    if not HEADS.issuperset(whole):
+        raise ConfigError(f"{key} = {path}: {CONFIG} has modules_to_save = {whole!r}; a head that scores alone may be")
     for field in ("r", "lora_alpha"):
         value = said.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -351,12 +351,24 @@ def _weights_of_layers(in_layer: tuple[Weight, ...], num_layers: int) -> tuple[t
     return tuple(tuple(weight.for_layer(layer) for weight in in_layer) for layer in range(num_layers))
 
 
+def frozen_weights(spec: ModelSpec, head: Head) -> frozenset[str]:
+    """megatron's names of the weights that a model with adapters does not train; none of one without."""
+    if spec.lora is None:
+        return frozenset()
+    return frozenset(weight.megatron for weight in model_weights(spec, head) if not is_trained(weight, spec))
+
+
 def num_parameters(spec: ModelSpec, head: Head) -> int:
     """With the true vocabulary."""
     table = table_of(spec)
     kinds = Counter(map(spec.layer_kind, range(spec.num_layers)))
     in_layers = sum(count * _num_elements(layer_weights(spec, kind), spec) for kind, count in kinds.items())
     return in_layers + _num_elements((*table.embeddings, *table.final, *head_weights(spec, head)), spec)
+
+
+def num_trained(spec: ModelSpec, head: Head) -> int:
+    """Of a model with adapters: their elements, and a value head's."""
+    return _num_elements((weight for weight in model_weights(spec, head) if is_trained(weight, spec)), spec)
 
 
 def _num_elements(weights: Iterable[Weight], spec: ModelSpec) -> int:

@@ -130,7 +130,11 @@ class Model:
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
     def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        backward = (self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
+        backward = [self._product(mb.tokens, n, k) for k, n in self.matrices]
+        if self.spec.lora is None:  # else the gradients of weights are left out
+            backward += [self._product(n, mb.tokens, k) for k, n in self.matrices]
+        else:
+            backward.append(self._adapters(mb.tokens).times(2))
         experts = self.experts.products(mb.tokens, backward=True) if self.experts else Cost()
         parts = [*backward, experts, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
@@ -168,8 +172,18 @@ class Model:
 
     def products(self, tokens: float) -> Cost:
         """Of a layer forward, with the experts'."""
-        own = total(self._product(tokens, k, n) for k, n in self.matrices)
+        own = total((*(self._product(tokens, k, n) for k, n in self.matrices), self._adapters(tokens)))
         return own + self.experts.products(tokens) if self.experts else own
+
+    def _adapters(self, tokens: float) -> Cost:
+        """Of each linear layer with an adapter two narrow products, and one more pass over what the layer gives."""
+        if self.spec.lora is None:
+            return Cost()
+        rank, costs = self.spec.lora.rank, list[Cost]()
+        for k, n in self.matrices:
+            costs += [self._product(tokens, k, rank), self._product(tokens, rank, n)]
+            costs.append(self.device.elementwise(3 * tokens * n * self.device.itemsize(self.dtype), busy=self.tp))
+        return total(costs)
 
     @property
     def _gates(self) -> int:
@@ -235,7 +249,8 @@ class Model:
         product = self._product(mb.outputs, k, n)
         if backward:
             again = product if len(chunks_of_rows(ceil(mb.outputs), int(n))) > 1 else Cost()
-            product = again + self._product(mb.outputs, n, k) + self._product(n, mb.outputs, k)
+            product = again + self._product(mb.outputs, n, k)
+            product += Cost() if self.spec.lora is not None else self._product(n, mb.outputs, k)
         logits = self.device.logits(mb.outputs * n, backward=backward, busy=self.tp)
         messages = self.device.all_reduce(LOGIT_BYTES * mb.outputs, self.tp, hosts=self.hosts)
         return total((product, logits, messages if backward else messages.times(2)))
@@ -300,8 +315,10 @@ def gradient_cost(
     layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
     ends = model.output(mb) + model.output(mb, backward=True)
     message = _between_stages(model, layout, mb).times(2)
-    parts = list(zip(layers_of_stages(spec, layout), stage_elements(spec, head, layout), strict=True))
-    twice = spec.vocab_size * spec.hidden_size / layout.tp if spec.tied and head == "lm" and layout.pp == 1 else 0
+    elements_of_stages = stage_elements(spec, head, layout, trained=True)
+    parts = list(zip(layers_of_stages(spec, layout), elements_of_stages, strict=True))
+    tied = spec.tied and head == "lm" and layout.pp == 1 and spec.lora is None
+    twice = spec.vocab_size * spec.hidden_size / layout.tp if tied else 0
     stages = {
         ((layers, is_last), elements): total(
             (

@@ -36,7 +36,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedFixed, PlacedRun, adapted, place_either
 
 SHOWN = 10
 MOST_KEPT = 320  # choices that are timed in full, at most
@@ -246,7 +246,7 @@ def gib(num_bytes: float) -> str:
 def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
     """By role. Errors: CheckpointError where a model has no config.json."""
     read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
-    return {name: read[role.model] for name, role in config.roles().items()}
+    return {name: adapted(name, role, read[role.model], config.seed) for name, role in config.roles().items()}
 
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:

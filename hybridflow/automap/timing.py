@@ -20,7 +20,6 @@ from hybridflow.automap.role_time import MeanRows, forward_cost, update_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
@@ -117,7 +116,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     flow = tuple(rank for rank in world if rank not in run.rollout) if beside else world
     whole, note = _exchange_costs(work, device, run.world_size)
     exchange, own_note = _exchange_costs(work, device, len(flow))
-    reshard = reshard_cost(run.actor, run.rollout, device, work.ranks_per_host, _bucket_elements(run))
+    reshard = reshard_cost(run, device, work.ranks_per_host, _bucket_elements(run))
     offloads = () if beside else tuple(offload_cost(model, device) for model in run.models.values())
     yield TimedOperation("reshard", "actor", world, total((reshard, *offloads)))
     generated = generation_cost(
@@ -136,8 +135,8 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     if not beside:
         yield TimedOperation("exchange", "", world, handed_over)
     waiting = models_that_wait(run)
-    for name in scoring_order(config, run.models):
-        yield from _scored(run.models[name], config, work, device, in_units=name in waiting)
+    for name in scoring_order(config, run.computing):
+        yield from _scored(run.computing[name], config, work, device, in_units=name in waiting)
     yield TimedOperation("exchange", "", flow, exchange + own_note.times(3))
     for name in ("critic", "actor"):
         if name in run.models:
@@ -230,9 +229,9 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperat
     """In the order of `flows.fixed`: what the loss asks of the models, then a step."""
     world, trained = tuple(range(run.world_size)), run.trained
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=ceil(run.world_size / work.ranks_per_host))
-    scored = scoring_order(run.config, run.models)
+    scored = scoring_order(run.config, run.computing)
     for name in scored:
-        yield from _scored(run.models[name], run.config, work, device, in_units=False)
+        yield from _scored(run.computing[name], run.config, work, device, in_units=False)
     if scored:
         yield TimedOperation("exchange", "", world, exchange)
     cost = training_cost(trained, run.config, work, device)
@@ -268,12 +267,18 @@ def share_of_responses(
     )
 
 
-def reshard_cost(
-    actor: PlacedModel, rollout: RolloutLayout, device: Device, ranks_per_host: int, bucket_elements: int
-) -> Cost:
+def reshard_cost(run: PlacedRun, device: Device, ranks_per_host: int, bucket_elements: int) -> Cost:
     """From training to engine shards: what the busiest rank receives or sends, over the slowest link that it comes by;
-    what it permutes in place, there and back."""
-    plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements, dtype=actor.config.dtype)
+    what it permutes in place, there and back. Not what the engine keeps since the first."""
+    actor, rollout = run.actor, run.rollout
+    plan = plan_reshard(
+        actor.spec,
+        actor.layout,
+        rollout,
+        bucket_elements=bucket_elements,
+        dtype=actor.config.dtype,
+        changing=run.keeps_base,
+    )
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
     return moving_cost(
         Moved.from_plan(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks)

@@ -330,6 +330,12 @@ CONTENTS: tuple[ChangeRule, ...] = (
         "the checkpoint's weights have that architecture",
     ),
     ChangeRule(
+        ("the frozen weights of *", "the adapters of *"),
+        REFUSED,
+        REFUSED,
+        "a checkpoint holds adapters alone, which belong to the weights that they were trained beside",
+    ),
+    ChangeRule(
         ("config.json of reference.model", "config.json of reward.models.*.model"),
         REFUSED,
         NOTICED,

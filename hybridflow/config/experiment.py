@@ -173,7 +173,6 @@ class ExperimentConfig(RunConfig):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
         left_out = self.reference is None and "reference" in self.algorithm.needs()
         return left_out and self.actor.lora is not None and not isinstance(self.algorithm, Distill)
 

@@ -106,7 +106,6 @@ class FixedDataConfig(RunConfig):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
         adapted = self.actor is not None and self.actor.lora is not None
         return self.reference is None and "reference" in self.algorithm.needs() and adapted
 

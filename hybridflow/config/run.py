@@ -273,6 +273,11 @@ class RunConfig(Section):
         """Every model of the run by the config key that names it."""
         raise NotImplementedError
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
+        raise NotImplementedError
+
     def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out."""
         raise NotImplementedError

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from hybridflow.errors import UserError
 from hybridflow.parallel.platform import first_to_fail
 
-
 Show = Callable[[Exception], None]  # a user's error, to the user
 
 

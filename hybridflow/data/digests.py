@@ -7,16 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.tokenizers import tokenizer_digest
-from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
+from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files, digest_samples
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
+
+WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
+ADAPTER_FILES = ("adapter_*", "*.distcp", ".metadata")  # of PEFT, or of a checkpoint
 
 
 def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
@@ -28,6 +31,7 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
         **{key: prompts.digest for key, prompts in inputs.prompts_by_key.items()},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
+        **adapter_digests(config),
         **function_digests(config, inputs.functions),
         **environment_digests(inputs.environment),
     }
@@ -55,7 +59,20 @@ def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, byt
         f"the tokenizer of {config.trained_name}.model": tokenizer_digest(Path(config.trained.model)),
         **{name: examples.digest for name, examples in rows.items() if examples is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
+        **adapter_digests(config),
     }
+
+
+def adapter_digests(config: RunConfig) -> dict[str, bytes]:
+    """Of frozen weights, which no checkpoint has, and of the adapters that a run begins with."""
+    found = {}
+    for name, role in config.roles().items():
+        if isinstance(role, TrainedRoleConfig) and role.lora is not None:
+            found[f"the frozen weights of {name}.model"] = digest_samples(Path(role.model), WEIGHT_FILES)
+            if role.lora.adapter_path is not None:
+                path = Path(role.lora.adapter_path)
+                found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(path, ADAPTER_FILES)
+    return found
 
 
 def function_digests(config: ExperimentConfig, functions: Sequence[FunctionSpec]) -> dict[str, bytes]:

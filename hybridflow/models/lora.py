@@ -57,14 +57,13 @@ class AdapterChoice:
 class Adapter:
     """The forward hook of a linear layer.
 
-    runs: (part, rows) that the rows of B are made of again and again: q, k and v of each group, or gate and up.
+    parts: (rows of B, parts) ones and zeros, of which part each row is; None: there is one part.
     inside: the layer stands where others sum inputs' gradients, and outputs, over the ranks.
     """
 
     choice: AdapterChoice
-    rank: int
     scale: float
-    runs: tuple[tuple[int, int], ...]
+    parts: Tensor | None
     by_rows: bool
     inside: bool
     sequence_parallel: bool
@@ -74,11 +73,10 @@ class Adapter:
         matrices = self._matrices(layer)
         if matrices is None:
             return None
-        more = self._product(inputs[0], *matrices)
         if isinstance(output, Tensor):
-            return output + more
+            return self._added(output, inputs[0], *matrices)
         out, *rest = output
-        return out + more, *rest
+        return self._added(out, inputs[0], *matrices), *rest
 
     def _matrices(self, layer: nn.Module) -> Matrices | None:
         a, b = (vars(layer)["_parameters"][name[1:]] for name in (A, B))
@@ -87,13 +85,18 @@ class Adapter:
         reference = self.choice.reference
         return (reference[a], reference[b]) if reference else None
 
-    def _product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def _added(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """out + scale B A x, rounded once: so the engine rounds too (`rollout.adapted_layers`)."""
         if self.inside:  # a and b are summed over, in place of what they read and give
             whole, group = (a, b)[not self.by_rows], self.group
             copied = copy_to_tensor_model_parallel_region(whole, group=group)
             a, b = (copied, b) if self.by_rows else (a, copied)
         h = linear(x, a) * self.scale
-        return self._expanded(h if self.inside else self._exchanged(h), b)
+        if not self.inside:
+            h = self._exchanged(h)
+        if self.parts is not None:  # each row reads the outputs of that part's A alone
+            b = (b[:, None] * self.parts[:, :, None].to(b)).flatten(1)
+        return torch.addmm(out.flatten(0, -2), h.flatten(0, -2), b.t()).view(out.shape)
 
     def _exchanged(self, h: Tensor) -> Tensor:
         """All tokens of h, where B's rows are cut; else the sum over the ranks, of the rank's tokens."""
@@ -107,19 +110,6 @@ class Adapter:
         else:
             found = reduce_from_tensor_model_parallel_region(h, group=self.group)
         return found
-
-    def _expanded(self, h: Tensor, b: Tensor) -> Tensor:
-        """(..., parts x rank) -> (..., rows of B): each part's rows read that part of h."""
-        if len(self.runs) == 1 and h.shape[-1] == self.rank:
-            return linear(h, b)
-        parts = h.split(self.rank, dim=-1)
-        groups = b.view(-1, sum(rows for _, rows in self.runs), self.rank)
-        outputs, start = [], 0
-        for part, rows in self.runs:
-            own = groups[:, start : start + rows].reshape(-1, self.rank)
-            outputs.append(linear(parts[part], own).unflatten(-1, (len(groups), rows)))
-            start += rows
-        return torch.cat(outputs, dim=-1).flatten(-2)
 
 
 def add_adapters(chunk: nn.Module, layers: Sequence[nn.Module], spec: ModelSpec, grid: Grid) -> AdapterChoice:
@@ -136,23 +126,16 @@ def add_adapters(chunk: nn.Module, layers: Sequence[nn.Module], spec: ModelSpec,
             found = adapter_weights(weight, spec.lora)
             if found:
                 module = layer.get_submodule(name.removeprefix("decoder.layers.{layer}.").removesuffix(".weight"))
-                _adapt(module, weight, found, spec, grid, choice)
+                _adapt(module, found, choice, spec, grid)
     return choice
 
 
-def _adapt(
-    module: nn.Module,
-    weight: Weight,
-    adapter: tuple[Weight, ...],
-    spec: ModelSpec,
-    grid: Grid,
-    choice: AdapterChoice,
-) -> None:
+def _adapt(module: nn.Module, adapter: tuple[Weight, ...], choice: AdapterChoice, spec: ModelSpec, grid: Grid) -> None:
     a, b = adapter
     assert spec.lora is not None, "adapters were found"
     plain = isinstance(module, nn.Linear)  # megatron's are none
     sequence_parallel = not plain and bool(vars(module).get("sequence_parallel", False))
-    by_rows = weight.split is not Split.COLUMNS
+    by_rows = b.split is not Split.REPLICATED
     like: Any = module.weight
     for end, entry in ((A, a), (B, b)):
         shape = shard_shape(entry, spec, grid.layout.cut)
@@ -162,9 +145,8 @@ def _adapt(
         module.register_parameter(end[1:], parameter)
     hook = Adapter(
         choice,
-        rank=spec.lora.rank,
         scale=spec.lora.scale,
-        runs=tuple(_runs(b, spec, grid)),
+        parts=_parts(b, spec, grid, device=like.device),
         by_rows=by_rows,
         inside=plain,
         sequence_parallel=sequence_parallel,
@@ -173,9 +155,10 @@ def _adapt(
     module.register_forward_hook(hook)
 
 
-def _runs(b: Weight, spec: ModelSpec, grid: Grid) -> Iterator[tuple[int, int]]:
-    """(part, rows) of the rows of B on this rank, as often as they are not repeated."""
+def _parts(b: Weight, spec: ModelSpec, grid: Grid, device: torch.device) -> Tensor | None:
+    """(rows of B on this rank, parts) bool."""
+    if len(b.hf) == 1:
+        return None
     shard = training_shard(matrix_of(b, spec), grid.place(b.group))
-    found = [(each.part, each.num_rows) for each in overlaps(b, spec, shard)]
-    period = next(n for n in range(1, len(found) + 1) if len(found) % n == 0 and found == found[:n] * (len(found) // n))
-    yield from found[:period]
+    found = [torch.full((each.num_rows,), each.part) for each in overlaps(b, spec, shard)]
+    return torch.nn.functional.one_hot(torch.cat(found), len(b.hf)).bool().to(device)

@@ -22,6 +22,7 @@ from hybridflow.parallel.versions import installed_version
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
 CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
+SAMPLE_BYTES = 1 << 14
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
 
 
@@ -91,6 +92,19 @@ def digest_files(files: Sequence[Path], root: Path) -> bytes:
     return digest_bytes(
         *(piece for file in files for piece in (str(file.relative_to(root)).encode(), file.read_bytes()))
     )
+
+
+def digest_samples(directory: Path, patterns: Sequence[str]) -> bytes:
+    """Of large files: names, sizes, the first SAMPLE_BYTES, and as many at each 64th of a file. Milliseconds each."""
+    pieces: list[bytes] = []
+    for file in sorted({file for pattern in patterns for file in directory.glob(pattern)}):
+        size = file.stat().st_size
+        pieces.append(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for place in range(0, size, max(size // 64, SAMPLE_BYTES)):
+                opened.seek(place)
+                pieces.append(opened.read(SAMPLE_BYTES))
+    return digest_bytes(*pieces)
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> bytes:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import embedding, head_weights, layer_weights, table_of
+from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, table_of
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
@@ -58,13 +58,13 @@ def together(footprints: Sequence[Footprint]) -> Footprint:
 # ------------------------------------------------------------------------------------------------ kept all the time
 
 
-def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ...]:
-    """Elements of the weights on a rank of each pipeline stage; head: "lm" or "score".
+def stage_elements(spec: ModelSpec, head: Head, layout: Layout, *, trained: bool = False) -> tuple[int, ...]:
+    """Elements of the weights on a rank of each pipeline stage; head: "lm" or "score". trained: of those alone.
 
     The sum of `shard_shape` over the weights of the stage. Tensor-parallel ranks hold alike. A tied output layer is
     the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
     """
-    parts = _parts(spec, head, layout.cut)
+    parts = _parts(spec, head, layout.cut, trained)
     kinds = [Counter(map(spec.layer_kind, layers)) for layers in layout.stages(spec.num_layers)]
     elements = [sum(parts.layers[kind] * count for kind, count in counts.items()) for counts in kinds]
     elements[0] += parts.first
@@ -73,8 +73,8 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
 
 
 def expert_elements(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Of `stage_elements`, those of experts."""
-    if not spec.num_experts:
+    """Of `stage_elements`, those of experts, which are trained."""
+    if not spec.num_experts or spec.lora is not None:
         return (0,) * layout.pp
     weights = [weight for weight in layer_weights(spec, "experts") if weight.group == "experts"]
     of_layer = sum(prod(shard_shape(weight, spec, layout.cut)) for weight in weights)
@@ -92,9 +92,10 @@ class _Parts(NamedTuple):
 
 
 @cache
-def _parts(spec: ModelSpec, head: Head, cut: Cut) -> _Parts:
+def _parts(spec: ModelSpec, head: Head, cut: Cut, trained: bool) -> _Parts:
     def elements(weights: Iterable[Weight]) -> int:
-        return sum(prod(shard_shape(weight, spec, cut)) for weight in weights)
+        wanted = (weight for weight in weights if not trained or is_trained(weight, spec))
+        return sum(prod(shard_shape(weight, spec, cut)) for weight in wanted)
 
     table = table_of(spec)
     copied = [embedding(spec)] if spec.tied and head == "lm" else []
@@ -128,7 +129,7 @@ def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp
 
 def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: TrainedRoleConfig) -> tuple[int, ...]:
     """`optimizer_bytes` on a rank of each stage: of experts there may be fewer copies than replicas."""
-    elements, experts = stage_elements(spec, head, layout), expert_elements(spec, layout)
+    elements, experts = stage_elements(spec, head, layout, trained=True), expert_elements(spec, layout)
     return tuple(
         optimizer_bytes(each - own, config.optimizer, dtype=config.dtype, dp=layout.copies("dense"))
         + optimizer_bytes(own, config.optimizer, dtype=config.dtype, dp=layout.copies("experts"))
@@ -158,6 +159,7 @@ def layer_bytes(
                    what a rank has where tokens are spread evenly over the experts
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from the input
+        adapters   2 b A's outputs more, which column-parallel layers gather, but for full
     """
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
@@ -168,7 +170,16 @@ def layer_bytes(
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
-    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp) + log_sum_exp
+    adapters = 2 * adapter_columns(spec, kind)
+    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp + adapters) + log_sum_exp
+
+
+@cache
+def adapter_columns(spec: ModelSpec, kind: LayerKind) -> int:
+    """What a layer's A give of a token."""
+    return sum(
+        weight.shapes(spec)[0][0] * len(weight.hf) for weight in layer_weights(spec, kind) if weight.adapter == "a"
+    )
 
 
 def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:

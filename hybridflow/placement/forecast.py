@@ -10,10 +10,10 @@ from math import ceil
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.weights import num_parameters
+from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import Cut, Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Cut, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (
     ITEM_BYTES,
@@ -29,7 +29,7 @@ from hybridflow.placement.footprint import (
     training_activation_bytes,
 )
 from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
-from hybridflow.placement.reshard import EngineHoldings, ReshardForecast
+from hybridflow.placement.reshard import EngineHoldings, ReshardForecast, formulas
 from hybridflow.placement.saving import most_kept, written_bytes
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.rollout.runner import second_runner
@@ -65,11 +65,12 @@ class RoleMemory:
     model: PlacedModel
     max_length: int  # tokens of the longest sequence
     rows: int  # most sequences of a replica that are computed together: a mini-batch, or a batch where none is trained
+    shares_base: bool = False  # whether another role on the same ranks holds the weights that are frozen
 
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout, trained=self.shares_base)
         return tuple(self._training(stage, count) for stage, count in enumerate(elements))
 
     def _training(self, stage: int, elements: int) -> Footprint:
@@ -89,7 +90,7 @@ class RoleMemory:
             return Footprint(weights=itemsize * elements, activations=activations)
         return Footprint(
             weights=itemsize * elements,
-            gradients=gradient_bytes(elements),
+            gradients=gradient_bytes(stage_elements(spec, self.model.head, layout, trained=True)[stage]),
             optimizer=stage_optimizer_bytes(spec, self.model.head, layout, config)[stage],
             activations=training_activation_bytes(
                 spec,
@@ -144,7 +145,8 @@ class RunMemory:
     def __init__(self, run: PlacedRun) -> None:
         self.run, self.actor, self.rollout = run, run.actor, run.rollout
         self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
-        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
+        shared = {"critic"} if run.critic_shares_base else set[str]()
+        self.roles = {name: role_memory(run.config, model, name in shared) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
         layouts, dtype = (self.actor.layout, self.rollout), self.actor.config.dtype
@@ -240,9 +242,9 @@ def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int]
     return tuple((name, stage) for name, _, stage in _on(roles, rank))
 
 
-def role_memory(config: AnyConfig, model: PlacedModel) -> RoleMemory:
-    rows = rows_together(config, model.config)
-    return RoleMemory(model, longest_sequence(config), ceil(rows / model.layout.dp))
+def role_memory(config: AnyConfig, model: PlacedModel, shares_base: bool = False) -> RoleMemory:
+    rows = ceil(rows_together(config, model.config) / model.layout.dp)
+    return RoleMemory(model, longest_sequence(config), rows, shares_base)
 
 
 def rows_together(config: AnyConfig, role: RoleConfig) -> int:
@@ -294,7 +296,8 @@ def _role_report(model: PlacedModel) -> Report:
     return {
         "role": model.name,
         "model": str(spec.path),
-        "parameters": num_parameters(spec, spec.head),
+        "parameters": num_parameters(spec.base, spec.head),
+        "trained_parameters": num_trained(spec, model.head) if spec.lora is not None else None,
         "dtype": model.config.dtype,
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
         "sequence_parallel": model.config.sequence_parallel,
@@ -374,23 +377,6 @@ def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:
         "host_bytes": spread if config.async_save else None,
         "num_kept": num_kept,
         "kept_bytes": num_kept * spread["total"],
-    }
-
-
-def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> Report:
-    """Bytes a rank receives by the papers' formulas, None where their premise does not hold.
-
-    HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
-    the training groups: t_g divides tp, p_g divides pp, on the same ranks. DeepSpeed-Chat (the same table):
-    (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
-    split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
-    """
-    shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
-    same = train.ranks == rollout.ranks
-    within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
-    return {
-        "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
-        "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,
     }
 
 

@@ -19,9 +19,9 @@ def models_that_wait(run: PlacedRun) -> tuple[str, ...]:
     """Names of the models that compute ahead on some rank, in the order in which they do."""
     if not run.config.rollout.scores_while_waiting(cuda=run.cuda) or len(run.rollout.replicas) == 1:
         return ()
-    asked = [name for name in run.models if asks_for(run.config, name)]
+    asked = [name for name in run.computing if asks_for(run.config, name)]
     asked.sort(key=lambda name: not name.startswith("reward"))  # which every flow asks for
-    return tuple(name for name in asked if blocks_within(run.models[name].layout, run.rollout))
+    return tuple(name for name in asked if blocks_within(run.computing[name].layout, run.rollout))
 
 
 def asks_for(config: ExperimentConfig, name: str) -> bool:

@@ -56,6 +56,14 @@ class PlacedModels:
     cuda: bool  # whether they are on GPUs
 
     @property
+    def computing(self) -> dict[str, PlacedModel]:
+        """All that compute, by name: beside the models the actor as a reference that has no weights of its own."""
+        if not self.config.reference_is_base:
+            return self.models
+        actor = self.models["actor"]
+        return self.models | {"reference": replace(actor, name="reference", spec=actor.spec.base)}
+
+    @property
     def begins_with_adapters(self) -> bool:
         """Whether the actor's adapters are those of a directory: a reference that is the actor then has them too."""
         lora = self.models["actor"].spec.lora
@@ -90,6 +98,19 @@ class PlacedRun(PlacedModels):
     @property
     def bucket_bytes(self) -> int:
         return self.config.rollout.bucket_bytes(cuda=self.cuda)
+
+    @property
+    def critic_shares_base(self) -> bool:
+        """Whether the critic's frozen weights are the actor's: of one directory and dtype, and cut alike."""
+        critic, actor = self.models.get("critic"), self.actor
+        if critic is None or critic.spec.lora is None or actor.spec.lora is None:
+            return False
+        alike = (critic.spec.path, critic.config.dtype, critic.layout) == (
+            actor.spec.path,
+            actor.config.dtype,
+            actor.layout,
+        )
+        return alike
 
     @property
     def keeps_base(self) -> bool:
@@ -165,7 +186,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
 
 def reencodes(config: ExperimentConfig, name: str) -> bool:
     """Whether a reward model reads texts that are encoded anew, in place of the actor's tokens."""
-    role = config.roles()[name]
+    role = config.roles().get(name)  # a reference that is the actor has no section
     return isinstance(role, RewardModelConfig) and role.reencode
 
 
@@ -209,12 +230,12 @@ def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     roles = config.roles()
     read = {path: reasons.collect(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
     specs = {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
-    found = {name: reasons.collect(_adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
+    found = {name: reasons.collect(adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
     return {name: specs[name] if spec is None else spec for name, spec in found.items()}
 
 
-def _adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
-    """With the adapters that the role has."""
+def adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
+    """With the adapters that the role has. Errors: ConfigError, as `read_lora`."""
     if not isinstance(role, TrainedRoleConfig) or role.lora is None:
         return spec
     return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, seed))

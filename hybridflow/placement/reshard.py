@@ -4,7 +4,7 @@ The training storages are cut as megatron fills buckets, without padding: an est
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.parallel.layout import TrainingCoordinates
+from hybridflow.architecture.weights import frozen_weights
+from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.packing import (
     Content,
     Parcel,
@@ -55,6 +56,7 @@ class ReshardForecast:
 
     def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
         self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
+        self._frozen = frozen_weights(spec, "lm")
         self._bucket = {weight.megatron: i for i, bucket in enumerate(plan.buckets) for weight in bucket}
         self._locals: dict[_Kind, _Local] = {}
         self.ranks = sorted({*plan.train.ranks, *plan.rollout.ranks})
@@ -141,7 +143,7 @@ class ReshardForecast:
         return is_sent_in_place(parcel, shape[-1] if len(shape) > 1 else 1)
 
     def _memory(self, local: _Local, sent: tuple[int, ...]) -> ReshardMemory:
-        storages = _cut(tuple(reversed(local.held)), self._bucket_elements)
+        storages = _cut(tuple(reversed(local.held)), self._bucket_elements, alone=self._frozen)
         released = [i for i, storage in enumerate(storages) if _is_released(storage, local.operations)]
         moved = {name for i in released for name, _ in storages[i]}
         own: list[tuple[list[str], int]] = [([], 0) for _ in sent]
@@ -170,11 +172,13 @@ def _elements(parcel: Parcel) -> int:
     return sum(piece.num_elements for _, piece in parcel)
 
 
-def _cut(held: tuple[tuple[str, int], ...], bucket_elements: int) -> list[list[tuple[str, int]]]:
-    """The training storages: as megatron fills buckets, from the last weight to the first."""
-    storages: list[list[tuple[str, int]]] = []
+def _cut(
+    held: tuple[tuple[str, int], ...], bucket_elements: int, *, alone: Collection[str]
+) -> list[list[tuple[str, int]]]:
+    """The training storages: as megatron fills buckets, from the last weight to the first. alone: in no bucket."""
+    storages: list[list[tuple[str, int]]] = [[each] for each in held if each[0] in alone]
     filled = bucket_elements
-    for name, size in held:
+    for name, size in (each for each in held if each[0] not in alone):
         if filled >= bucket_elements:
             storages.append([])
             filled = 0
@@ -195,6 +199,7 @@ class EngineHoldings:
 
     def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
         self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
+        self._frozen = frozen_weights(spec, "lm")
         self._storages_of: dict[int, list[list[tuple[str, int]]]] = {}  # by pipeline stage of training
         self._known: dict[_Kind, tuple[int, int]] = {}
 
@@ -234,8 +239,25 @@ class EngineHoldings:
         if stage not in self._storages_of:
             weights, cut = reversed(self._plan.trained_weights(rank)), self._plan.train.cut
             held = tuple((weight.megatron, prod(shard_shape(weight, self._spec, cut))) for weight in weights)
-            self._storages_of[stage] = _cut(held, self._bucket_elements)
+            self._storages_of[stage] = _cut(held, self._bucket_elements, alone=self._frozen)
         return self._storages_of[stage]
+
+
+def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> dict[str, int | None]:
+    """Bytes a rank receives by the papers' formulas, None where their premise does not hold.
+
+    HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
+    the training groups: t_g divides tp, p_g divides pp, on the same ranks. DeepSpeed-Chat (the same table):
+    (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
+    split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
+    """
+    shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
+    same = train.ranks == rollout.ranks
+    within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
+    return {
+        "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
+        "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ replay

@@ -16,7 +16,14 @@ from math import ceil, lcm, prod
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import embedding, head_weights, layer_weights, staged_weights, table_of
+from hybridflow.architecture.weights import (
+    embedding,
+    head_weights,
+    is_trained,
+    layer_weights,
+    staged_weights,
+    table_of,
+)
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
@@ -115,14 +122,15 @@ class _Stage:
     def _copy(self) -> Weight | None:
         """The embedding, where this is the last of several stages and has it again as the output layer."""
         spec = self.model.spec
-        again = spec.tied and self.model.head == "lm" and self._is_last and self.number > 0
+        again = spec.lora is None and spec.tied and self.model.head == "lm" and self._is_last and self.number > 0
         return embedding(spec) if again else None
 
     @cached_property
     def _weights(self) -> list[Weight]:
         """In the order of the table."""
         spec, stages = self.model.spec, self.model.layout.stages(self.model.spec.num_layers)
-        own = [weight for weight, stage in staged_weights(spec, self.model.head, stages) if stage == self.number]
+        staged = staged_weights(spec, self.model.head, stages)
+        own = [weight for weight, stage in staged if stage == self.number and is_trained(weight, spec)]
         return own if self._copy is None else [self._copy, *own]
 
     @cached_property
@@ -175,7 +183,7 @@ class _Stage:
             if self._is_last and i == len(chunks) - 1:
                 weights += [*table.final, *head_weights(spec, self.model.head)]
                 weights += [] if self._copy is None else [self._copy]
-            yield weights
+            yield [weight for weight in weights if is_trained(weight, spec)]
 
 
 def _registered_at(weight: Weight) -> int:

@@ -15,7 +15,7 @@ from math import gcd
 
 from hybridflow.config.ranks import check_engine_sizes
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, TrainingCoordinates
+from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, Stages, TrainingCoordinates
 
 
 def rollout_layout(train: Layout, tp: int, pp: int, *, expert_parallel: bool = False) -> RolloutLayout:
@@ -134,3 +134,16 @@ def _ascending(rollout: RolloutLayout) -> RolloutLayout:
     for group in rollout.tp_groups() + rollout.pp_groups():
         assert group == sorted(set(group)), f"ranks of a group must ascend: {group}"
     return rollout
+
+
+def dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLayout) -> TrainingCoordinates:
+    """Where in training a rank that only generates receives from first, dealt to spread the load.
+
+    Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
+    neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
+    engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
+    """
+    shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
+    number = (engine.replica * shared_tp + engine.tp % shared_tp) * shared_pp + engine.pp % shared_pp
+    turn, dp = divmod(number, train.dp)
+    return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)

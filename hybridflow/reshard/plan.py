@@ -21,8 +21,9 @@ from typing import NamedTuple
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
+from hybridflow.architecture.weights import is_trained
 from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
-from hybridflow.reshard.groups import engine_stages
+from hybridflow.reshard.groups import dealt_origin, engine_stages
 from hybridflow.reshard.packing import WeightPiece
 from hybridflow.reshard.slices import (
     Arrangement,
@@ -283,7 +284,7 @@ class ReshardPlan:
     @cached_property
     def _origins(self) -> dict[int, TrainingCoordinates]:
         """Where in training each rank receives from first: the rank's own coordinates, or dealt ones."""
-        dealt = {rank: _dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
+        dealt = {rank: dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
         return dealt | {rank: self.train.coordinates(rank) for rank in self.train.ranks}
 
     @cached_property
@@ -362,34 +363,26 @@ def plan_reshard(
     *,
     bucket_elements: int = BUCKET_ELEMENTS,
     dtype: str = "float32",
+    changing: bool = False,
 ) -> ReshardPlan:
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
     bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
-    shards of any; a larger weight has a bucket to itself. dtype: of the model.
+    shards of any; a larger weight has a bucket to itself. dtype: of the model. changing: what later syncs move where
+    the engine keeps weights that are frozen.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=dtype != "float32")
+    table = weight_table(spec, *stages)
+    if changing:
+        table = tuple(entry for entry in table if is_trained(entry.weight, spec))
+    return ReshardPlan(train, rollout, table, bucket_elements, two_dtypes=dtype != "float32")
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     """The order that undoes `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLayout) -> TrainingCoordinates:
-    """Where in training a rank that only generates receives from first, dealt to spread the load.
-
-    Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
-    neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
-    engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
-    """
-    shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
-    number = (engine.replica * shared_tp + engine.tp % shared_tp) * shared_pp + engine.pp % shared_pp
-    turn, dp = divmod(number, train.dp)
-    return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)
 
 
 def _source_stage(kind: Kind, near: int) -> int:

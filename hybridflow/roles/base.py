@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.architecture.flops import UPDATE, forward_flops
+from hybridflow.architecture.flops import FROZEN_UPDATE, UPDATE, forward_flops
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import is_trained
@@ -340,7 +340,7 @@ class TrainedRole(Role):
         experts = self._engines_experts(read, rows)
         own = [rows[self.grid.dp_rank]]
         micro_batches = self._micro_batches(read, own, make, one=True, experts=experts)
-        self._count_work(read, own, passes=UPDATE)
+        self._count_work(read, own, passes=UPDATE if self.spec.lora is None else FROZEN_UPDATE)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.flops import forward_flops
-from hybridflow.architecture.weights import is_trained, model_weights
+from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem, RewardError
@@ -89,7 +89,6 @@ class Generator:
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
-        frozen = {w.megatron for w in model_weights(actor.spec, "lm") if not is_trained(w, actor.spec)}
         plan = plan_reshard(
             actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
         )
@@ -107,7 +106,7 @@ class Generator:
             group=world_group(),
             space=space,
             reads=True,
-            kept=frozen if placed.keeps_base else (),
+            kept=frozen_weights(actor.spec, "lm") if placed.keeps_base else (),
         )
         self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
         self.costs: list[ReshardCost] = []

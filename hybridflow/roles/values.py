@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import LossMean
+from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import VALUE_HEAD
 from hybridflow.batch import RolloutBatch, Tokens, to_device_async
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.named_weights import named_weights
 from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
@@ -21,8 +23,17 @@ from hybridflow.roles.objectives import ValueObjective
 class Critic(TrainedRole):
     """V of the state before each response token."""
 
-    def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
+    def __init__(self, placed: PlacedModel, *, world: RunContext, base: TrainedRole | None = None) -> None:
+        """base: a model on the same grid, read from the same directory, whose frozen weights are this one's too."""
         super().__init__(placed, world=world, bucket_bytes=None)
+        if base is not None:
+            self._share(base.weights())
+
+    def _share(self, weights: Mapping[str, tuple[Weight, Tensor]]) -> None:
+        """Have one copy of the frozen weights that both models have."""
+        for weight, parameter in named_weights(self.chunks, self.spec, head=self.head):
+            if not parameter.requires_grad and weight.megatron in weights:
+                parameter.data = weights[weight.megatron][1]
 
     def values(self, batch: RolloutBatch) -> PartialTensor:
         """Of (T,): values at the response tokens."""

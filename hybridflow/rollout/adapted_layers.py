@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 
 from hybridflow.architecture.adapter_weights import A, B
 from hybridflow.errors import EnvironmentProblem
@@ -20,23 +21,33 @@ from hybridflow.rollout.adapters import EngineAdapters
 class AdaptedLinearMethod(UnquantizedLinearMethod):
     """Of a layer with `lora_a` (parts x rank, in) and `lora_b` (out, rank), the rows of the parts one below the other.
 
-    A row-parallel layer sums over the ranks what this gives: A's columns are cut as the weight's are.
+    Of a row-parallel layer both the outputs and A's, whose columns are cut as well, are summed over the ranks, in one
+    message. B's product is added behind it, as the trainer does: in 16 bits sums in another order would be others.
     """
 
-    def __init__(self, rank: int, scale: float, outputs: tuple[int, ...]) -> None:
-        """outputs: rows of each part."""
+    def __init__(self, rank: int, scale: float, outputs: tuple[int, ...], *, sums: bool) -> None:
+        """outputs: rows of each part. sums: over the ranks, here and not in the layer."""
         super().__init__()
-        self._rank, self._scale, self._outputs = rank, scale, outputs
+        self._rank, self._scale, self._outputs, self._sums = rank, scale, outputs, sums
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = super().apply(layer, x, bias)
         a, b = layer.lora_a, layer.lora_b
         assert isinstance(a, Tensor) and isinstance(b, Tensor), "they are parameters"
         hidden = linear(x, a) * self._scale
+        if self._sums:
+            summed = tensor_model_parallel_all_reduce(torch.cat([out, hidden], dim=-1))
+            out, hidden = summed.split([out.shape[-1], hidden.shape[-1]], dim=-1)
         if len(self._outputs) == 1:
-            return out + linear(hidden, b)
-        parts = zip(hidden.split(self._rank, dim=-1), b.split(self._outputs), strict=True)
-        return out + torch.cat([linear(part, rows) for part, rows in parts], dim=-1)
+            return _added(out, hidden, b)
+        each = (out.split(self._outputs, dim=-1), hidden.split(self._rank, dim=-1), b.split(self._outputs))
+        return torch.cat([_added(*part) for part in zip(*each, strict=True)], dim=-1)
+
+
+def _added(out: Tensor, hidden: Tensor, b: Tensor) -> Tensor:
+    """Rounded once."""
+    added: Tensor = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t()).unflatten(0, out.shape[:-1])
+    return added
 
 
 def add_adapters(model: nn.Module, adapters: EngineAdapters) -> None:
@@ -64,7 +75,10 @@ def _adapt(name: str, layer: Any, adapters: EngineAdapters, num_parts: int) -> N
     for end, shape in ((A, (num_parts * adapters.rank, inputs)), (B, (rows, adapters.rank))):
         empty = torch.empty(shape, dtype=weight.dtype, device="meta")
         layer.register_parameter(end[1:], nn.Parameter(empty, requires_grad=False))
-    layer.quant_method = AdaptedLinearMethod(adapters.rank, adapters.scale, outputs)
+    sums = isinstance(layer, RowParallelLinear) and bool(layer.reduce_results) and layer.tp_size > 1
+    if sums:
+        vars(layer)["reduce_results"] = False
+    layer.quant_method = AdaptedLinearMethod(adapters.rank, adapters.scale, outputs, sums=sums)
 
 
 def _outputs(layer: Any) -> tuple[int, ...]:

@@ -129,8 +129,7 @@ class RolloutEngine:
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
-        records = routing if place.tp == 0 else None
-        self._routing = None if records is None else self._recorder(records, hooked=hooked)
+        self._routing = None if routing is None or place.tp > 0 else self._recorder(routing, hooked=hooked)
 
     def _recorder(self, routing: RoutingSizes, *, hooked: bool) -> RoutingRecorder:
         return SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)

@@ -83,7 +83,9 @@ def build_roles(
     """The models of the run, those that it has. Collective over the world. trains: the actor has an optimizer."""
     config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
     actor = Actor(placed.actor, temperature=temperature, world=world, routing=placed.routing, trains=trains)
-    critic = Critic(models["critic"], world=world) if "critic" in models else None
+    critic = None
+    if "critic" in models:
+        critic = Critic(models["critic"], world=world, base=actor if placed.critic_shares_base else None)
     reference = None
     if "reference" in models:
         reference = Reference(models["reference"], temperature=temperature, world=world)

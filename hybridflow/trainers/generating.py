@@ -72,7 +72,7 @@ def overlapped_scoring(
     """With the notices between the ranks that score. Collective over the world."""
     rank, known = world.platform.rank, roles.scoring()
     models = [
-        OverlappedModel(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
+        OverlappedModel(*known[name], blocks_within(placed.computing[name].layout, placed.rollout))
         for name in models_that_wait(placed)
         if placed.config.data.environment is None  # what it has written is not announced
     ]

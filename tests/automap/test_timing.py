@@ -154,7 +154,7 @@ def test_log_probs_that_come_with_the_first_step_take_no_time(whole_prompts: boo
 def test_the_reshard_moves_what_the_plan_counts_over_the_link_between() -> None:
     run = run_of(4, *TP2, "rollout.tensor_parallel_size=1", "critic.ranks=0-3")
     device = Device(profile())
-    moved = reshard_cost(run.actor, run.rollout, device, 8, 1 << 20)
+    moved = reshard_cost(run, device, 8, 1 << 20)
     plan = plan_reshard(run.actor.spec, run.actor.layout, run.rollout, bucket_elements=1 << 20)
     received = 4 * max(plan.received_elements(rank) for rank in range(4))
     assert received > 0
@@ -162,7 +162,7 @@ def test_the_reshard_moves_what_the_plan_counts_over_the_link_between() -> None:
     permuted = 16 * max(plan.permuted_elements(rank) for rank in range(4)) / 1e9
     assert moved.seconds == pytest.approx(inside + permuted, rel=1e-6)
     # with a rank a host it comes from another host
-    far = reshard_cost(run.actor, run.rollout, device, 1, 1 << 20)
+    far = reshard_cost(run, device, 1, 1 << 20)
     assert far.seconds == pytest.approx(2.0 + received / 1e3 + permuted, rel=1e-6)
 
 

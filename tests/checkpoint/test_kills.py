@@ -34,6 +34,10 @@ ALGORITHMS = {
         *("actor.tensor_parallel_size=1", "actor.dtype=bfloat16"),
     ],
 }
+ALGORITHMS["lora"] = [  # of adapters alone; the reference is the actor with the adapters of some iterations ago
+    *("actor.lora={rank: 4}", "critic.lora={rank: 2}", "reference=null"),
+    *("algorithm.kl.controller=adaptive", "algorithm.kl.reset_reference_interval=3"),
+]
 FIRST = "0"  # the rank that makes checkpoints of what all have written
 # where: (module:function, rank or None for any, calls of it in an iteration, whether later than the call)
 PLACES = {
@@ -68,6 +72,7 @@ TURNS = {
     "ppo": ORDER[0::2],
     "grpo": ORDER[1::2],
     "ppo, twice": ["update", "between rename and pointer"],
+    "lora": ["update", "tensors", "loading", "rename"],
 }
 
 

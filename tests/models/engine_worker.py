@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 from megatron.core.extensions import transformer_engine
 
+from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
@@ -43,8 +45,46 @@ def main(folder: Path, out: Path) -> None:
                 "fused": fused(spec, grid, platform, engine=engine)
             }
             found[f"{path.parent.name} {path.name} {engine}"] = of_model
+        adapted = replace(spec, lora=Lora(rank=4, alpha=8.0))
+        found[f"{path.parent.name} {path.name} adapters"] = with_adapters(adapted, grid, platform, prompts, expected)
     out.write_text(json.dumps(found))
     platforms.stop()
+
+
+def with_adapters(
+    spec: ModelSpec, grid: Grid, platform: Platform, prompts: list[torch.Tensor], expected: torch.Tensor
+) -> dict[str, Any]:
+    """New ones change nothing; others compute the same, and have the same gradients, with either kind of layers."""
+    found: dict[str, Any] = {}
+    sums = []
+    for engine in (True, False):
+        chunks = built(spec, grid, platform, engine=engine, fused=None)
+        found[f"new {engine}"] = seen_values(spec, chunks, grid, prompts, expected)
+        for weight, parameter in named_weights(chunks, spec, head=spec.head):
+            if weight.adapter == "b":
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(len(weight.megatron)))
+        layers = chunks[0].decoder.layers.modules()
+        found[f"classes {engine}"] = sorted({type(x).__name__ for x in layers if list(x.parameters(recurse=False))})
+        sums.append((outputs_of(chunks, grid, prompts), gradients(spec, grid, chunks)))
+    (one, first), (other, second) = sums
+    found["apart"] = float((one - other).abs().max())
+    found["trained"] = sorted({re.sub(r"layers\.\d+", "layers", name) for name in first})
+    found["gradients apart"] = max(float((x - second[name][0]).abs().max()) for name, (x, _) in first.items())
+    found["without gradient"] = sorted(name for name, (x, _) in first.items() if not bool((x != 0).any()))
+    return found
+
+
+def outputs_of(chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor]) -> torch.Tensor:
+    micro_batch = packed_micro_batch(prompts, torch.device("cpu"))
+    return pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"out": plain(output)})[0]["out"]
+
+
+def seen_values(
+    spec: ModelSpec, chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor], expected: torch.Tensor
+) -> float:
+    found = outputs_of(chunks, grid, prompts)
+    found = found[:, None] if spec.head == "score" else found[:, : spec.vocab_size]
+    return float((found - expected).abs().max())
 
 
 def built(

@@ -64,3 +64,22 @@ def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, he
     dense = [] if held in ("mixtral", "qwen3_moe") else [f"mlp.linear_{name}.weight" for name in mlp]
     assert of_model["fused"]["weights"] == (sorted(attention + dense) if has_engine else [])
     assert of_model["fused"]["without"] == [] and of_model["fused"]["difference"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["policy", "reward"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_read_what_norms_give_in_either_kind_of_layers(found: dict, family: str, head: str) -> None:
+    """Transformer Engine's layers with a norm in them would give adapters the norm's input."""
+    of_model, held = found[f"{family} {head} adapters"], family if head == "policy" else SCORES.get(family, family)
+    assert of_model["new True"] < 1e-5 and of_model["new False"] < 1e-5
+    assert of_model["apart"] < 5e-5 and of_model["gradients apart"] < 2e-5  # a norm's input would be off by units
+    assert of_model["without gradient"] == []
+    trained = {name.rpartition(".")[2] for name in of_model["trained"]} - {"weight"}
+    assert trained == {"lora_a", "lora_b"}
+    assert [name for name in of_model["trained"] if "lora" not in name] == (
+        ["output_layer.weight"] if head == "reward" else []
+    )
+    with_engine = "TERowParallelLinear" in HOLDERS[held][0]
+    assert ("TEColumnParallelLinear" in of_model["classes True"]) == with_engine
+    assert "TELayerNormColumnParallelLinear" not in of_model["classes True"]

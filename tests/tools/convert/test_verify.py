@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridflow.convert import compare
 from hybridflow.cli.convert import main
+from hybridflow.convert import compare
 from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.convert.verify import verify
 from tests.launch import ROOT
