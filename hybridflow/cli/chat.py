@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import CHECKPOINTS, step_name, steps
+from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, step_name, steps
 from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError, UserError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 ADAPTER_CONFIG, METADATA = "adapter_config.json", ".metadata"
-OF_A_RUN = ("hf", "adapter", "actor")  # directories of a run, or of a checkpoint, beside its config
+OF_A_RUN = ("hf", "adapter")  # directories beside the run's config
 MOST_LENGTH = 8192  # tokens of a conversation, where the model takes more
 Message = dict[str, str]
 
@@ -129,9 +129,10 @@ def whole_model(model: Path, base: str | None) -> Iterator[Path]:
 
 
 def run_of_model(model: Path) -> Path | None:
-    """The run that wrote a directory, where it is one of a run's and the run's config lies beside it."""
-    parent = model.resolve().parent
-    return parent if model.resolve().name in OF_A_RUN and (parent / CONFIG).is_file() else None
+    """What wrote a directory and has a config: a run, or a checkpoint; None where nothing did."""
+    parent, name = model.resolve().parent, model.resolve().name
+    is_of_run = name in OF_A_RUN or (name == "actor" and (parent / MANIFEST).is_file())
+    return parent if is_of_run and (parent / CONFIG).is_file() else None
 
 
 def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:

@@ -186,8 +186,9 @@ def _base(adapter: Path, given: str | None) -> str:
 
 
 def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel:
-    if (path / MANIFEST).is_file():
-        return _of_checkpoint(path.resolve().parents[1], path)
+    step = path.parent if path.name == "actor" else path
+    if (step / MANIFEST).is_file():
+        return _of_checkpoint(step.resolve().parents[1], step)
     if (path / CONFIG).is_file() and not (path / "config.json").is_file():
         return _of_run(path, checkpoint)
     if checkpoint is not None:

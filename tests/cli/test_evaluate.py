@@ -70,6 +70,7 @@ def test_adapters_are_evaluated_on_their_base_model(tmp_path: Path) -> None:
     publish(run / "checkpoints", 3, partial, {})
     actor = run / "checkpoints" / "step_000003" / "actor"
     assert evaluated_model(str(run), 3) == EvaluatedModel(str(base), "step_000003", run, adapter=str(actor))
+    assert evaluated_model(str(actor), None) == evaluated_model(str(run), 3), "a checkpoint is named by its actor too"
     shutil.copytree(alone, run / "adapter")
     assert evaluated_model(f"{run}/adapter", None).run == run
     with pytest.raises(ConfigError, match=r"--base x: .*hf holds no adapters of a base model"):
