@@ -38,7 +38,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
+from hybridflow.trainers.loop import checkpoint_manager_of, lost, start, start_notes, train, warmup_notes
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -177,7 +177,7 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [*environment_notes(self.config), *warmup_notes(self.config, last)]
+        notes = [*start_notes(self.placed), *warmup_notes(self.config, last)]
         notes += mixture_lines("data.train", self.inputs.train.rows, last * self.config.data.batch_size)
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")

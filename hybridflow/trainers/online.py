@@ -62,7 +62,7 @@ from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.generating import generation_of, overlapped_scoring
 from hybridflow.trainers.inspection import config_for_inspection
-from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
+from hybridflow.trainers.loop import checkpoint_manager_of, lost, start, start_notes, train, warmup_notes
 from hybridflow.user_code import search_beside
 
 
@@ -378,7 +378,7 @@ class OnlineTrainer:
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*self.generator.notes(), *self.generation.notes(), *staleness_notes(self.config)]
-        notes += environment_notes(self.config)
+        notes += start_notes(self.placed)
         if self.trains:
             notes += warmup_notes(self.config, num_iterations)
         notes += evaluation_notes(self.config)
