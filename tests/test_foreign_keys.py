@@ -149,6 +149,27 @@ def test_every_key_of_theirs_names_ours(ours: str, theirs: str, note: str) -> No
         ("train_batch_size", "here it is data.prompts_per_iteration and algorithm.update.mini_batch_size (the first"),
         ("actor.fsdp_config", "there is none here, megatron-core trains: weights are split by actor.tensor_parallel"),
         ("critic.strategy", "there is none here, megatron-core trains: weights are split by critic.tensor_parallel"),
+        # adapters
+        ("lora.rank", "lora.rank: unknown key; here it is actor.lora.rank (32 unless given)"),
+        ("lora", "lora: unknown key; here it is actor.lora (a section; null trains all weights)"),
+        (
+            "reference.lora.rank",
+            "here it is actor.lora (the reference is the actor without adapters: leave the section",
+        ),
+        ("reference.lora", "here it is actor.lora (the reference is the actor without adapters: leave the section"),
+        ("rollout.lora.rank", "here it is actor.lora.rank"),
+        ("actor_rollout_ref.model.lora_rank", "here it is actor.lora.rank"),
+        ("actor_rollout_ref.model.lora.rank", "here it is actor.lora.rank"),
+        ("actor_rollout_ref.model.lora.merge", "there is none here: adapters are never merged for generation"),
+        ("actor_rollout_ref.model.target_modules", "here it is actor.lora.target_modules (names as HuggingFace has"),
+        ("policy.megatron_cfg.peft.dim", "here it is actor.lora.rank"),
+        ("policy.dtensor_cfg.lora_cfg.exclude_modules", "here it is actor.lora.exclude_modules"),
+        ("ds.lora.dropout", "there is none here: log-probs of training are compared with those of the engine"),
+        ("ds.load_in_4bit", "there is none here: the base model has actor.dtype, in the one copy of trainer and"),
+        ("critic.lora_alpha", "here it is critic.lora.alpha"),
+        ("actor.lora.r", "here it is actor.lora.rank"),
+        ("actor.lora.use_dora", "there is none here: an adapter is W x + scale B A x"),
+        ("actor.lora.rnk", "did you mean rank?"),
         # ours first: a slip of the pen, a key that has moved, a key of another algorithm
         ("actor.optimizer.beta", "did you mean betas?"),
         ("samplng", "did you mean sampling?"),
@@ -158,6 +179,15 @@ def test_every_key_of_theirs_names_ours(ours: str, theirs: str, note: str) -> No
 )
 def test_what_is_said_depends_on_the_place(path: str, expected: str) -> None:
     assert expected in message(path)
+
+
+def test_adapters_of_a_model_that_scores_are_told_to_be_of_one_that_is_trained() -> None:
+    tree = copy.deepcopy(MINIMAL)
+    tree["reward"] = {"models": [{"model": "m", "lora": {"rank": 8}}]}
+    with pytest.raises(
+        ConfigError, match=r"reward.models.0.lora.rank: unknown key; here it is actor.lora and critic.lora"
+    ):
+        ExperimentConfig.from_tree(tree, "x.yaml")
 
 
 def test_ours_in_an_algorithm_without_it_is_not_told_as_anothers() -> None:
@@ -270,6 +300,9 @@ def test_no_key_of_generation_is_told_on_fixed_data() -> None:
     [
         ("algorithm.loss_type", "here it is algorithm.loss (of dpo: sigmoid or ipo)"),
         ("policy.max_total_sequence_length", "here it is data.max_length"),
+        ("reward_model.lora_rank", "here it is reward_model.lora.rank"),
+        ("finetuning_type", "here it is actor.lora (a section for lora; without the section all weights"),
+        ("lora_target", "here it is actor.lora.target_modules"),
         ("learning_rate", "here it is actor.optimizer.lr"),
         ("reward_model_cfg.reward.learning_rate", "here it is reward_model.optimizer.lr"),
         ("dpo.max_num_epochs", "here it is num_epochs (passes over data.train)"),

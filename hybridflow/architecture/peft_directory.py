@@ -3,25 +3,29 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    (rank, inputs)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    (outputs, rank)
 
-Behind PEFT's prefix names are those of the base model, which the table of weights has.
+Behind PEFT's prefix names are those of the base model, which the table of weights has. A role in a checkpoint of a run
+with adapters is such a directory too: adapter_config.json beside tensors in megatron's format, without the base model.
 """
 
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.architecture.adapter_weights import HF, A, B
-from hybridflow.architecture.lora import Lora, initial_a
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.adapter_weights import HF, A, B, is_linear, modules_of
+from hybridflow.architecture.lora import Lora, initial_a, names
+from hybridflow.architecture.spec import Head, ModelSpec, read_spec
 from hybridflow.architecture.weight import Shape
-from hybridflow.architecture.weights import model_weights
+from hybridflow.architecture.weight_files import MegatronDirectory
+from hybridflow.architecture.weights import VALUE_HEAD, model_weights
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import replace_directory, sync
+from hybridflow.formats.distributed_directory import is_distributed
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.huggingface_files import write_safetensors
 from hybridflow.formats.json_text import parse_json
@@ -41,9 +45,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({},),
     "layer_replication": (),
     "use_qalora": (False,),
+    "use_bdlora": (False,),
     "trainable_token_indices": (),
     "target_parameters": ((), []),
     "megatron_config": (),
+    "alora_invocation_tokens": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "velora_config": (),
+    "monteclora_config": (),
+    # other ways to begin change the base's weights
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 HEADS = frozenset({"score", "classifier"})  # what PEFT names where a model scores, of which score is there
@@ -68,9 +80,14 @@ class AdapterFile:
         if strange is not None:
             raise CheckpointError(f"{self.path}: {strange} does not begin with {PREFIX}: PEFT would not read it either")
         self._entries: dict[str, HeaderEntry] = {name.removeprefix(PREFIX): entry for name, entry in found.items()}
+        self.tensors: Mapping[str, TensorInfo] = {name: entry.info for name, entry in self._entries.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def file_of(self, name: str) -> Path:
+        """For messages."""
+        return self.path
 
     def modules(self) -> list[str]:
         """Names of linear layers with an adapter. Errors: CheckpointError where A or B is missing, or more is there."""
@@ -99,11 +116,18 @@ class AdapterFile:
         return out
 
 
+def open_adapter(path: Path, lora: Lora) -> AdapterFile | MegatronDirectory:
+    """The tensors of a directory by their HuggingFace names. lora: what its config says."""
+    if is_distributed(path):
+        return MegatronDirectory(path, replace(read_spec(path, adapters=True), lora=lora))
+    return AdapterFile(path)
+
+
 class Adapters:
     """The matrices that a model's adapters begin with, as `architecture.parts.TensorFiles`: of a directory, or new."""
 
     def __init__(self, lora: Lora) -> None:
-        self._lora, self._file = lora, None if lora.path is None else AdapterFile(lora.path)
+        self._lora, self._file = lora, None if lora.path is None else open_adapter(lora.path, lora)
 
     def __contains__(self, name: str) -> bool:
         """Whether it is in the directory."""
@@ -143,23 +167,70 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
     return said
 
 
+def lora_of_directory(path: Path, spec: ModelSpec, key: str) -> Lora:
+    """The adapters of a directory, for the base model of a spec. Errors: ConfigError, naming the key and the file."""
+    said = read_adapter_config(path, key)
+    named = said.get("target_modules")
+    try:
+        if is_distributed(path) and isinstance(named, list):
+            targets = tuple(named)
+        else:
+            targets = targets_of(AdapterFile(path), spec, key)
+    except CheckpointError as error:
+        raise ConfigError(f"{key} = {path}: {error}") from error
+    lora = Lora(int(said["r"]), float(said["lora_alpha"]), targets, use_rslora=bool(said.get("use_rslora")), path=path)
+    try:
+        _check_shapes(open_adapter(path, lora), replace(spec, lora=lora))
+    except CheckpointError as error:
+        raise ConfigError(f"{key} = {path}: {error}") from error
+    return lora
+
+
+def _check_shapes(files: AdapterFile | MegatronDirectory, spec: ModelSpec) -> None:
+    """Every matrix is there and fits the base model. Errors: CheckpointError."""
+    assert spec.lora is not None, "the model has adapters"
+    wanted = {
+        name: shape
+        for weight in model_weights(spec, spec.head)
+        if weight.adapter
+        for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
+    }
+    strange = next((name for name in files.tensors if name.endswith(tuple(HF.values())) and name not in wanted), None)
+    if strange is not None:
+        raise CheckpointError(f"{files.file_of(strange)}: {strange} belongs to no layer of the base model {spec.path}")
+    for name in adapter_names(spec, "lm"):
+        if name not in files:
+            raise CheckpointError(f"{files.path}: no tensor {name}")
+        if files.tensors[name].shape != wanted[name]:
+            raise CheckpointError(
+                f"{files.file_of(name)}: {name} has shape {files.tensors[name].shape}, not {wanted[name]}: r = "
+                f"{spec.lora.rank}, and the rest follows from the base model {spec.path}"
+            )
+
+
 def targets_of(file: AdapterFile, spec: ModelSpec, key: str) -> tuple[str, ...]:
     """The names within a layer of the linear layers that have adapters. Errors: ConfigError unless layers are alike."""
-    inside: dict[str, set[int]] = {}
-    for module in file.modules():
-        prefix = next((prefix for prefix in LAYERS if module.startswith(prefix)), None)
-        number, _, name = module.removeprefix(prefix or "").partition(".")
-        if prefix is None or not number.isdigit() or not name:
-            raise ConfigError(f"{key}: {file.path} has an adapter of {module}; those of layers alone are supported")
-        inside.setdefault(name, set()).add(int(number))
-    for name, numbers in inside.items():
-        if len(numbers) < spec.num_layers and spec.num_dense_layers == 0:
-            missing = next(i for i in range(spec.num_layers) if i not in numbers)
+    modules, targets = file.modules(), set[str]()
+    linear = [
+        name for weight in model_weights(spec.base, spec.head) if is_linear(weight) for name in modules_of(weight)
+    ]
+    possible = set(linear)
+    for module in modules:
+        if module not in possible:
             raise ConfigError(
-                f"{key}: {file.path} has adapters of {name} in {len(numbers)} of {spec.num_layers} layers, and not in "
-                f"layer {missing}: all layers must be alike"
+                f"{key}: {file.path} has an adapter of {module}, which is no linear layer of {spec.path} that can have "
+                "one: is that the base model?"
             )
-    return tuple(sorted(inside))
+        prefix = next(prefix for prefix in LAYERS if module.startswith(prefix))
+        targets.add(module.removeprefix(prefix).partition(".")[2])
+    adapted = set(modules)
+    for module in linear:
+        alike = next((target for target in sorted(targets) if names(target, module)), None)
+        if alike is not None and module not in adapted:
+            raise ConfigError(
+                f"{key}: {file.path} has adapters of {alike}, and none of {module}: all layers must be alike"
+            )
+    return tuple(sorted(targets))
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -175,18 +246,37 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, 
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
-    planned = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
-    write_safetensors(partial / WEIGHTS, planned, named.__getitem__)
-    text = json.dumps(adapter_config(tensors, spec, head), indent=2) + "\n"
-    (partial / CONFIG).write_text(text)
+    write_adapter_weights(partial, tensors)
+    write_adapter_config(partial, spec, head)
     sync(partial / CONFIG)
     replace_directory(partial, target)
 
 
-def adapter_config(tensors: Collection[str], spec: ModelSpec, head: Head) -> dict[str, Any]:
-    """What PEFT has to know of adapters with these tensors."""
+def write_adapter_weights(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """tensors: by HuggingFace names."""
+    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    planned = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
+    write_safetensors(directory / WEIGHTS, planned, named.__getitem__)
+
+
+def write_adapter_config(directory: Path, spec: ModelSpec, head: Head) -> None:
+    (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n")
+
+
+def adapter_names(spec: ModelSpec, head: Head) -> list[str]:
+    """HuggingFace's names of what a model with adapters trains: A and B of each linear layer, and a value head."""
     assert spec.lora is not None, "the model has adapters"
+    found = []
+    for weight in model_weights(spec.base, head):
+        if is_linear(weight):
+            found += [module + end for module in modules_of(weight) if spec.lora.adapts(module) for end in HF.values()]
+    return [*found, *(VALUE_HEAD.hf if head == "score" else ())]
+
+
+def adapter_config(spec: ModelSpec, head: Head) -> dict[str, Any]:
+    """What PEFT has to know of a model's adapters."""
+    assert spec.lora is not None, "the model has adapters"
+    tensors = adapter_names(spec, head)
     return {
         "peft_type": "LORA",
         "task_type": TASKS[head],
@@ -195,7 +285,7 @@ def adapter_config(tensors: Collection[str], spec: ModelSpec, head: Head) -> dic
         "lora_alpha": spec.lora.alpha,
         "use_rslora": spec.lora.use_rslora,
         "target_modules": _short_names(tensors, spec),
-        "modules_to_save": ["score"] if "score.weight" in tensors else None,
+        "modules_to_save": ["score"] if head == "score" else None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

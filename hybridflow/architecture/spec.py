@@ -185,15 +185,15 @@ class ModelSpec:
         return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim)
 
 
-def read_spec(path: str | Path) -> ModelSpec:
+def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
     """The spec of a HuggingFace directory, or of a torch_dist checkpoint with config.json beside the weights.
 
-    Of weights it looks at the output layer alone, where config.json says that it is the embedding. Errors:
-    CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
+    Of weights it looks at the output layer alone, where config.json says that it is the embedding. adapters: also
+    where these lie there alone. Errors: CheckpointError naming the file and the field that is missing or unsupported.
     """
-    check_no_adapter(Path(path))
-    file = Path(path) / "config.json"
-    raw = _read_json(file)
+    if not adapters:
+        check_no_adapter(Path(path))
+    raw = _read_json(file := Path(path) / "config.json")
     architecture = _architecture(file, raw)
     prefix, head = ARCHITECTURES[architecture]
     return _Reader(file, raw, FAMILIES[prefix]).spec(head)

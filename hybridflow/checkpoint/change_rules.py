@@ -115,6 +115,30 @@ TABLE: tuple[ChangeRule, ...] = (
         "actor.dtype critic.dtype reward_model.dtype", REFUSED, REFUSED, "weights and optimizer state have that type"
     ),
     _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "the model computes in this precision"),
+    _rule(
+        "TRAINED.lora",
+        REFUSED,
+        REFUSED,
+        "with adapters a checkpoint holds the adapters alone, without adapters all weights",
+    ),
+    _rule(
+        "TRAINED.lora.rank TRAINED.lora.target_modules TRAINED.lora.exclude_modules",
+        REFUSED,
+        REFUSED,
+        "the checkpoint's adapters have that rank, and belong to those linear layers",
+    ),
+    _rule(
+        "TRAINED.lora.alpha TRAINED.lora.use_rslora",
+        REFUSED,
+        REFUSED,
+        "the adapters were trained with the former scale: with another one they are another model",
+    ),
+    _rule(
+        "TRAINED.lora.adapter_path",
+        REFUSED,
+        REFUSED,
+        "the checkpoint's adapters began with those of that directory, which may be the reference as well",
+    ),
     _rule("critic", REFUSED, REFUSED, "a new critic is untrained; a removed critic loses its training"),
     _rule("reference", NOTICED, NOTICED, "the reference is read from its directory, or not needed"),
     # ---- the optimizers

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from hybridflow.architecture.peft_directory import write_adapter_config
 from hybridflow.architecture.spec import config_changes
 from hybridflow.checkpoint.sharded import SavedRole, ToWrite, finish_save, prepare_save
 from hybridflow.checkpoint.state import SavedRun, load_state, write_state
@@ -181,6 +182,8 @@ class CheckpointWriter:
             directory, spec = partial / role.name, role.spec
             write_config(spec.path, directory, config_changes(spec, role.head), dtype=DTYPES[role.dtype])
             copy_companions(spec.path, directory)
+            if spec.lora is not None:
+                write_adapter_config(directory, spec, role.head)
 
     def _check_room(self, save: _Save) -> None:
         free, needed = shutil.disk_usage(save.partial).free, save.num_bytes + SPARE_BYTES

@@ -2,6 +2,7 @@
 
     hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
+    hybridflow chat runs/math/adapter             adapters, merged into the base model in a temporary directory
 
 With a chat template the model sees the whole conversation. Without a chat template each line is a prompt.
 The keys data.chat_template and data.chat_template_kwargs of a run hold as in training. At temperature 0, the default,
@@ -12,11 +13,14 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
+from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, step_name, steps
 from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError, UserError
@@ -28,13 +32,20 @@ if TYPE_CHECKING:
     from hybridflow.data.end_tokens import EndTokens
 
 CONFIG = "config.yaml"
+ADAPTER_CONFIG, METADATA = "adapter_config.json", ".metadata"
+OF_A_RUN = ("hf", "adapter")  # directories beside the run's config
 MOST_LENGTH = 8192  # tokens of a conversation, where the model takes more
 Message = dict[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argument_parser("hybridflow.cli.chat", __doc__)
-    parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, or a model's")
+    parser.add_argument(
+        "model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, a model's, or one of PEFT with adapters"
+    )
+    parser.add_argument(
+        "--base", metavar="DIR", help="base model of adapters (default: that of their adapter_config.json)"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="answer this text and end")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=512, help="tokens of a response, at most (default 512)"
@@ -64,12 +75,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def model_directory(given: Path) -> Path:
-    """A run's trained model, or the directory itself. Errors: RunDirError."""
+    """A run's trained model, or the directory itself: of a whole model, or of adapters. Errors: RunDirError."""
     if (given / "hf" / "config.json").is_file():
         return given / "hf"
+    if holds_adapter(given):
+        return given
+    if (given / METADATA).is_file():
+        raise RunDirError(
+            f"{given}: is a checkpoint of megatron, which the engine does not read. `hybridflow convert "
+            "megatron-to-hf` writes the checkpoint's model"
+        )
     if (given / "config.json").is_file():
         return given
     if (given / CONFIG).is_file():
+        there = steps(given / CHECKPOINTS)
+        actor = given / CHECKPOINTS / step_name(there[-1]) / "actor" if there else given
+        if holds_adapter(actor):
+            return actor
         raise RunDirError(
             f"{given}: the run has written no model yet. {given}/hf appears at the end of the run. `hybridflow convert "
             "megatron-to-hf` writes the model of a checkpoint"
@@ -77,15 +99,51 @@ def model_directory(given: Path) -> Path:
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
 
 
+def holds_adapter(path: Path) -> bool:
+    """Whether a directory holds adapters alone: of PEFT, or a role of a checkpoint."""
+    if not (path / ADAPTER_CONFIG).is_file():
+        return False
+    from hybridflow.architecture.adapter import is_adapter  # torch loads for a second
+
+    return is_adapter(path)
+
+
+@contextmanager
+def whole_model(model: Path, base: str | None) -> Iterator[Path]:
+    """A directory that the engine reads. Adapters are merged into their base model, for as long as this lasts.
+
+    Errors: UserError.
+    """
+    if not holds_adapter(model):
+        if base is not None:
+            raise RunDirError(f"--base {base}: {model} holds no adapters of a base model")
+        yield model
+        return
+    from hybridflow.convert.adapted import base_directory
+    from hybridflow.convert.to_huggingface import to_huggingface
+
+    spec_that_talks(base_directory(model, base, key="RUN_OR_MODEL"))
+    with tempfile.TemporaryDirectory(prefix="hybridflow-chat-") as directory:
+        to_huggingface(model, Path(directory) / "model", base=base)
+        yield Path(directory) / "model"
+
+
+def run_of_model(model: Path) -> Path | None:
+    """What wrote a directory and has a config: a run, or a checkpoint; None where nothing did."""
+    parent, name = model.resolve().parent, model.resolve().name
+    is_of_run = name in OF_A_RUN or (name == "actor" and (parent / MANIFEST).is_file())
+    return parent if is_of_run and (parent / CONFIG).is_file() else None
+
+
 def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:
     """How a run's prompts were made: whether by the chat template, and the arguments of the template.
 
     None where nobody says it: a model of no run, or one that was trained on fixed data. given: as `model_directory`.
     """
-    file = next((file for file in (given / CONFIG, given.parent / CONFIG) if file.is_file()), None)
-    if file is None or (file.parent != given and given.name != "hf"):
+    run = given if (given / CONFIG).is_file() else run_of_model(given)
+    if run is None:
         return None, {}
-    data = read_tree(file).get("data")
+    data = read_tree(run / CONFIG).get("data")
     if not isinstance(data, dict):
         return None, {}
     kwargs = data.get("chat_template_kwargs")
@@ -141,7 +199,6 @@ class Chat:
     """A model that answers in a conversation."""
 
     def __init__(self, model: Path, options: argparse.Namespace) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch loads, which the spec's module does
         spec = spec_that_talks(model)  # before vLLM, which loads for seconds
         from hybridflow.data.end_tokens import end_tokens
         from hybridflow.data.tokenizers import load_tokenizer
@@ -180,10 +237,15 @@ class Chat:
 
 
 def _talk(options: argparse.Namespace) -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch loads, which the spec's module does
     model = model_directory(options.model)
     if options.prompt is None:
         print(f"loading {model}", flush=True)
-    chat = Chat(model, options)
+    with whole_model(model, options.base) as whole:
+        _converse(Chat(whole, options), options)
+
+
+def _converse(chat: "Chat", options: argparse.Namespace) -> None:
     if options.prompt is not None:
         _print(chat.answer(options.prompt))
         return

@@ -6,7 +6,8 @@
     hybridflow eval runs/math/hf --data test.jsonl --reward hybridflow.rewards:numeric_match
 
 RUN_OR_MODEL is a run's directory, one of a run's checkpoints, a model's directory or a name on the Hub. A run without
-checkpoints has a model in hf/. CONFIG says how prompts, responses and scores are made. Without CONFIG the config of the
+checkpoints has a model in hf/. A directory of PEFT is evaluated on the base model that adapter_config.json names, or
+on --base. CONFIG says how prompts, responses and scores are made. Without CONFIG the config of the
 run does, or the options alone. A CONFIG beside which your functions lie has to be named. Overrides such as
 rollout.kv_cache_gib=4 replace values of the config. The command starts ranks as `hybridflow train` does, with the same
 layouts. Engine, reward functions, environments and agents are those of training.
@@ -35,14 +36,14 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow import __version__
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
 from hybridflow.cli import train
-from hybridflow.cli.chat import CONFIG, prompts_of_run, spec_that_talks
+from hybridflow.cli.chat import CONFIG, holds_adapter, prompts_of_run, run_of_model, spec_that_talks
 from hybridflow.cli.command import argument_parser, positive, print_error
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config.auto import with_neutral
@@ -58,11 +59,15 @@ EVALUATIONS = "eval"
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """model: a directory, or a name on the Hub. name: of the evaluation. run: a directory, if a run is known."""
+    """model: a directory, or a name on the Hub. name: of the evaluation. run: a directory, if a run is known.
+
+    adapter: a directory of adapters, where the model is their base.
+    """
 
     model: str
     name: str
     run: Path | None
+    adapter: str | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--checkpoint", type=int, metavar="STEP", help="of the run, after this iteration (default: the last)"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="base model of adapters (default: that of their adapter_config.json)"
     )
     parser.add_argument("-k", type=positive, metavar="K", dest="samples", help="responses to each prompt")
     parser.add_argument(
@@ -115,7 +123,7 @@ def _written(options: Namespace) -> tuple[Path, Path]:
     overrides = [word for word in options.words if "=" in word]
     if len(configs) > 1:
         raise ConfigError(f"{' '.join(configs)}: give one config")
-    found = evaluated_model(options.model, options.checkpoint)
+    found = evaluated_model(options.model, options.checkpoint, base=options.base)
     source, tree = _config(found, options, configs, overrides)
     output = options.output or _output(found, tree)
     made = evaluation_tree(
@@ -124,6 +132,7 @@ def _written(options: Namespace) -> tuple[Path, Path]:
         name=output.name,
         output_dir=str(output.parent),
         sets=dict(map(named_set, options.data)),
+        adapter=found.adapter,
         samples=options.samples,
         temperature=options.temperature,
         max_tokens=options.max_tokens,
@@ -137,7 +146,7 @@ def _written(options: Namespace) -> tuple[Path, Path]:
 
 def _check(made: dict[str, Any], file: Path, source: Path, *, named: bool) -> None:
     """Nothing is written where the evaluation could not begin. named: the config is. Errors: UserError."""
-    if file.is_file() and (before := read_tree(file).get("actor", {}).get("model")) != made["actor"]["model"]:
+    if file.is_file() and (before := _named(read_tree(file).get("actor", {}))) != _named(made["actor"]):
         raise RunDirError(f"{file.parent}: has the evaluation of another model, {before}: give --output DIR")
     fetch_models(made, weights=True)
     search_beside(source)
@@ -151,18 +160,44 @@ def _check(made: dict[str, Any], file: Path, source: Path, *, named: bool) -> No
     reasons.refuse()
 
 
-def evaluated_model(given: str, checkpoint: int | None) -> EvaluatedModel:
-    """What a word of the command line names. Errors: RunDirError, ConfigError."""
+def _named(actor: Mapping[str, Any]) -> str:
+    """The model of an evaluation, with its adapters."""
+    lora = actor.get("lora")
+    return str(actor.get("model")) + (f" with {lora.get('adapter_path')}" if isinstance(lora, dict) else "")
+
+
+def evaluated_model(given: str, checkpoint: int | None, *, base: str | None = None) -> EvaluatedModel:
+    """What a word of the command line names. base: as the option. Errors: RunDirError, ConfigError."""
     path = Path(given)
-    if (path / MANIFEST).is_file():
-        return _of_checkpoint(path.resolve().parents[1], path)
+    found = _evaluated(path, given, checkpoint)
+    if found.adapter is not None:
+        return replace(found, model=_base(Path(found.adapter), base))
+    if base is not None:
+        raise ConfigError(f"--base {base}: {found.model} holds no adapters of a base model")
+    return found
+
+
+def _base(adapter: Path, given: str | None) -> str:
+    """A directory, or a name on the Hub. Errors: ConfigError."""
+    from hybridflow.convert.adapted import base_directory, base_named  # torch loads for a second
+
+    base = given or base_named(adapter, key="RUN_OR_MODEL")
+    return base if is_hub_name(base) else str(base_directory(adapter, given, key="RUN_OR_MODEL"))
+
+
+def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel:
+    step = path.parent if path.name == "actor" else path
+    if (step / MANIFEST).is_file():
+        return _of_checkpoint(step.resolve().parents[1], step)
     if (path / CONFIG).is_file() and not (path / "config.json").is_file():
         return _of_run(path, checkpoint)
     if checkpoint is not None:
         raise RunDirError(f"--checkpoint {checkpoint}: {given} is no run: a run's directory has a {CONFIG}")
+    if holds_adapter(path):
+        run = run_of_model(path)
+        return EvaluatedModel(given, path.resolve().name, run, adapter=given)
     if (path / "config.json").is_file():
-        run = path.resolve().parent if path.resolve().name == "hf" else None
-        return EvaluatedModel(given, path.resolve().name, run if run and (run / CONFIG).is_file() else None)
+        return EvaluatedModel(given, path.resolve().name, run_of_model(path))
     if path.parent.is_dir() and any(path.parent.glob(f"*/{CONFIG}")):
         raise RunDirError(f"{given}: no such run; {path.parent} has others")
     if is_hub_name(given):
@@ -191,7 +226,8 @@ def _of_checkpoint(run: Path, step: Path) -> EvaluatedModel:
         raise CheckpointError("; ".join(lacking))
     if not (step / "actor").is_dir():
         raise RunDirError(f"{step}: has no actor, which would generate")
-    return EvaluatedModel(str(step / "actor"), step.resolve().name, run)
+    actor = str(step / "actor")
+    return EvaluatedModel(actor, step.resolve().name, run, adapter=actor if holds_adapter(step / "actor") else None)
 
 
 def _config(

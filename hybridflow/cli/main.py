@@ -25,7 +25,7 @@ COMMANDS = {
     "chat": ("hybridflow.cli.chat", "talk to a model that a run has trained"),
     "eval": ("hybridflow.cli.evaluate", "evaluate a run or a model on held-out sets, without training"),
     "checkpoints": ("hybridflow.cli.checkpoints", "list and verify the checkpoints of a run"),
-    "convert": ("hybridflow.convert.main", "convert models between HuggingFace and megatron-core"),
+    "convert": ("hybridflow.cli.convert", "convert models between HuggingFace and megatron-core"),
     "env": ("hybridflow.cli.env", "print releases, machine and variables for a bug report"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),
 }

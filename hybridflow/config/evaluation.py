@@ -26,6 +26,7 @@ def evaluation_tree(
     name: str,
     output_dir: str,
     sets: Mapping[str, Any],
+    adapter: str | None = None,
     samples: int | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
@@ -34,7 +35,8 @@ def evaluation_tree(
 ) -> Tree:
     """The actor, its rewards and its held-out sets as a run has them; critic, reference and training go.
 
-    sets: in place of data.heldout, files by name. samples and temperature: of all sets. Errors: ConfigError.
+    adapter: a directory of adapters of the model. sets: in place of data.heldout, files by name. samples and
+    temperature: of all sets. Errors: ConfigError.
     """
     sampling, actor, data = (dict(_section(tree, key)) for key in ("sampling", "actor", "data"))
     if max_tokens is not None:
@@ -48,6 +50,9 @@ def evaluation_tree(
     metrics |= {
         key: value for key, value in (("eval_reward", reward), ("eval_threshold", threshold)) if value is not None
     }
+    actor["model"] = model
+    if adapter is not None or actor.get("lora") is not None:  # a whole model has those of the run already
+        actor["lora"] = None if adapter is None else {"adapter_path": adapter}
     scored = tree.get("reward") is not None or data.get("environment") is not None
     return {
         **tree,
@@ -56,7 +61,7 @@ def evaluation_tree(
         "num_iterations": 1,
         "data": {**data, **_training_rows(data, heldout), "heldout": _without_intervals(heldout)},
         "sampling": sampling,
-        "actor": {**actor, "model": model},
+        "actor": actor,
         "critic": None,
         "reference": None,
         "algorithm": WITH_REWARD if scored else NO_REWARD,

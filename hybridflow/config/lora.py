@@ -30,7 +30,8 @@ class LoraConfig(Section):
     exclude_modules: Annotated[tuple[ModuleName, ...], BeforeValidator(_named)] = ()
     """Linear layers without an adapter, of those in target_modules."""
     adapter_path: PathText | None = None
-    """A directory of PEFT (adapter_config.json) that the adapters begin with. null: new ones, which change nothing."""
+    """A directory of PEFT, or of a role in a checkpoint with adapters, that the adapters begin with. null: new ones,
+    which change nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

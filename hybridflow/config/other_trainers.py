@@ -287,11 +287,78 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "recompute_granularity enable_recompute",
         "none, selective or full",
     ),
+    # ---- adapters
+    ("ROLE.lora", "lora lora_cfg dtensor_cfg.lora_cfg peft peft_config use_peft", "a section; null trains all weights"),
+    (
+        "actor.lora",
+        "reference.lora reference.lora.rank reference.lora_rank ref.lora ref.lora_rank",
+        "the reference is the actor without adapters: leave the section out",
+    ),
+    (
+        "actor.lora critic.lora",
+        "reward.lora reward.models.lora reward.models.lora.rank",
+        "a model that scores in a run is not trained",
+    ),
+    (
+        "ROLE.lora.rank",
+        "lora_rank lora_r lora.rank lora.r lora.dim lora_cfg.dim peft.dim peft_config.r",
+        "32 unless given",
+    ),
+    (
+        "ROLE.lora.alpha",
+        "lora_alpha lora.alpha lora_cfg.alpha peft.alpha peft_config.lora_alpha",
+        "32 unless given: an adapter's output is multiplied by alpha / rank",
+    ),
+    (
+        "ROLE.lora.target_modules",
+        "target_modules lora_target_modules lora_target lora.target_modules lora_cfg.target_modules "
+        "peft.target_modules peft_config.target_modules match_all_linear lora_cfg.match_all_linear train_mlp "
+        "train_attn lora.train_mlp lora.train_attn",
+        "names as HuggingFace has them, or all-linear; no routed experts, no output layer",
+    ),
+    (
+        "ROLE.lora.exclude_modules",
+        "exclude_modules lora_exclude_modules lora.exclude_modules lora_cfg.exclude_modules peft.exclude_modules "
+        "peft_config.exclude_modules",
+        "",
+    ),
+    ("ROLE.lora.use_rslora", "use_rslora peft_config.use_rslora", ""),
+    (
+        "ROLE.lora.adapter_path",
+        "lora_adapter_path adapter_path lora.adapter_path adapter_name_or_path",
+        "a directory of PEFT; ROLE.model names the base model",
+    ),
+    ("seed", "lora.seed", "it draws new adapters, too"),
     (
         "",
-        "lora lora_cfg lora_rank lora_alpha lora_dropout target_modules peft_config use_peft load_in_4bit",
-        "there is none here: all weights are trained",
+        "lora_dropout dropout_position lora.dropout lora.dropout_position lora_cfg.dropout lora_cfg.dropout_position "
+        "peft.dropout peft.dropout_position peft_config.lora_dropout",
+        "there is none here: log-probs of training are compared with those of the engine, which drops nothing",
     ),
+    (
+        "",
+        "use_dora peft_config.use_dora lora.type lora_cfg.use_dora",
+        "there is none here: an adapter is W x + scale B A x, as the engine computes it",
+    ),
+    (
+        "",
+        "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant",
+        "there is none here: the base model has ROLE.dtype, in the one copy of trainer and engine, without QLoRA",
+    ),
+    (
+        "",
+        "init_lora_weights peft_config.init_lora_weights lora_init pissa_init lora_cfg.lora_A_init "
+        "lora.lora_A_init_method lora.lora_B_init_method peft.lora_A_init_method peft.lora_B_init_method",
+        "there is none here: A is drawn as PEFT draws it, from the seed, and B is zero",
+    ),
+    (
+        "",
+        "modules_to_save lora_modules_to_save peft_config.modules_to_save train_unembed lora.train_unembed "
+        "additional_target",
+        "there is none here: adapters are trained, and a value head whole; embeddings and the output layer are not",
+    ),
+    ("", "lora.merge", "there is none here: adapters are never merged for generation; runs/NAME/hf is merged once"),
+    ("", "lora_dtype lora.dtype peft.lora_dtype", "there is none here: adapters have ROLE.dtype"),
     (
         "",
         "trust_remote_code",
@@ -468,8 +535,9 @@ def hint(path: Sequence[str], *, fixed: bool = False) -> str | None:
 
     fixed: in a config on fixed data.
     """
-    for start in range(len(path)):
-        key = ".".join(path[start:])
+    words = [word for word in path if not word.isdecimal()]  # without the places in lists
+    for start in range(len(words)):
+        key = ".".join(words[start:])
         own = other_fixed_trainers.TABLE.get(key) if fixed else None
         found = own or TABLE.get(key)
         if found is not None:

@@ -37,7 +37,7 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: exists and is no directory")
     if not overwrite:
         raise CheckpointError(f"{target}: exists; --overwrite replaces it")
-    if any(target.iterdir()) and not (target / "config.json").is_file():
+    if any(target.iterdir()) and not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(
             f"{target}: has no config.json and is therefore no checkpoint. --overwrite replaces only checkpoints"
         )

@@ -6,14 +6,20 @@ No process waits for another that has failed: the first to fail says why, leaves
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hybridflow.cli.command import print_error
 from hybridflow.errors import UserError
 from hybridflow.parallel.platform import first_to_fail
+
+Show = Callable[[Exception], None]  # a user's error, to the user
+
+
+def _print(error: Exception) -> None:
+    print(error, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Processes:
     rank: int = 0
     count: int = 1
     group: ProcessGroup | None = None
+    show: Show = _print
 
     @property
     def first(self) -> bool:
@@ -43,18 +50,18 @@ class Processes:
     def tell_first(self, error: BaseException) -> None:
         """Report an error before what others still need is removed; others stay silent, as does this process later."""
         if self.group is not None and isinstance(error, Exception):
-            report(error)
+            report(error, self.show)
 
 
 ALONE = Processes()
 
 
-def join() -> Processes:
+def join(show: Show) -> Processes:
     """Meet the other processes, where torchrun started this one."""
     if not dist.is_torchelastic_launched():
         return ALONE
     dist.init_process_group("gloo")
-    return Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, show)
 
 
 def abandon(status: int) -> None:
@@ -70,11 +77,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def report(error: Exception) -> None:
-    """Print an error, if no other process has reported one: those that fail because a peer left stay silent."""
+def report(error: Exception, show: Show) -> None:
+    """Show an error, if no other process has reported one: those that fail because a peer left stay silent."""
     if not first_to_fail():
         return
     if isinstance(error, UserError | OSError):
-        print_error(error, "tools.convert")
+        show(error)
     else:
         traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint becomes a HuggingFace directory that transformers and vLLM load.
+"""A torch_dist checkpoint, or an adapter and its base model, become a directory that transformers and vLLM load.
 
 Whatever layout wrote the checkpoint, and whatever lies in it beside the weights: optimizer state is left where it is.
 Each tensor is read when it is written; no more than one is in memory.
@@ -6,21 +6,27 @@ Each tensor is read when it is written; no more than one is in memory.
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from hybridflow.architecture.spec import config_changes
-from hybridflow.convert.compare import CheckpointFiles, row_pieces
+from hybridflow.architecture.adapter import is_adapter
+from hybridflow.architecture.spec import Head, ModelSpec, config_changes
+from hybridflow.convert.adapted import open_adapted
 from hybridflow.convert.output import check_target, new_directory, write_companions
 from hybridflow.convert.processes import ALONE, Processes
 from hybridflow.convert.progress import ByteProgress, say
+from hybridflow.convert.rounding import read_cast
 from hybridflow.convert.survey import kind_of, open_survey
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.distributed_directory import is_distributed
 from hybridflow.formats.huggingface_files import (
+    copy_companions,
     files_of_plan,
     num_bytes,
     plan_files,
@@ -32,10 +38,29 @@ from hybridflow.formats.safetensors_files import TensorInfo
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+class Reader(Protocol):
+    """Reads a tensor by its name, in the dtype that `infos` says."""
+
+    def __call__(self, name: str, *, infos: Mapping[str, TensorInfo]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """What is written. infos: of every tensor."""
+
+    spec: ModelSpec
+    head: Head
+    infos: dict[str, TensorInfo]
+    read: Reader
+    directories: tuple[Path, ...]  # with config.json and the tokenizer; of the later ones the tokenizer counts more
+    notes: tuple[str, ...] = ()
+
+
 def to_huggingface(
     source: Path,
     target: Path,
     *,
+    base: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
@@ -45,37 +70,63 @@ def to_huggingface(
 ) -> None:
     """Write `target`, with tensors in `dtype` if given.
 
-    Collective over `processes`. Errors: CheckpointError; `target` is then as it was before.
+    base: of an adapter, in place of the base model that the adapter names. Collective over `processes`. Errors:
+    CheckpointError, ConfigError; `target` is then as it was before.
     """
     check_target(target, source, overwrite=overwrite)
-    survey = open_survey(source)
-    if kind_of(source) == "HuggingFace":
-        raise CheckpointError(f"{source}: is a HuggingFace directory already; hf-to-megatron converts it")
-    survey.check()
-    infos = {name: TensorInfo(info.shape, dtype or info.dtype) for name, info in survey.weights.items()}
+    model = _adapted(source, base, target) if is_adapter(source) else _of_megatron(source, base)
+    infos = {name: TensorInfo(info.shape, dtype or info.dtype) for name, info in model.infos.items()}
     plan = plan_files(infos, max_shard_bytes)
     assert plan.keys() == infos.keys(), f"tensors without a file: {sorted(infos.keys() ^ plan.keys())}"
     own = own_files(plan, infos, processes)
     own_bytes = sum(num_bytes(infos[name]) for name, file in plan.items() if file in own)
     total = sum(map(num_bytes, infos.values()))
-    notes: list[str] = []
+    notes, what = list(model.notes), "megatron-to-hf" if is_distributed(source) else "peft-to-hf"
     with (
         new_directory(target, num_bytes=total, processes=processes) as directory,
-        ByteProgress("megatron-to-hf", total, own=own_bytes, console=console) as progress,
+        ByteProgress(what, total, own=own_bytes, console=console) as progress,
     ):
         files = files_of_plan(plan, infos)
         for file in own:
-            read = partial(read_cast, survey.files, infos=files[file])
+            read = partial(model.read, infos=files[file])
             write_safetensors(directory / file, files[file], read, written=progress.advance)
         if processes.first:
             write_index(directory, plan, total)
-            main = main_dtype(infos)
-            changes = config_changes(survey.spec, survey.spec.head)
-            notes = write_companions(source, directory, changes, dtype=main, trust_remote_code=trust_remote_code)
+            changes = config_changes(model.spec, model.head)
+            first, *others = model.directories
+            notes += write_companions(
+                first, directory, changes, dtype=main_dtype(infos), trust_remote_code=trust_remote_code
+            )
+            for other in others:
+                copy_companions(other, directory)
     for note in notes:
         say(console, note)
     plural = "s" if len(files) > 1 else ""
     say(console, f"{target}: {len(infos)} tensors in {len(files)} file{plural}, {progress.totals()}")
+
+
+def _of_megatron(source: Path, base: str | None) -> SourceModel:
+    survey = open_survey(source)
+    if kind_of(source) == "HuggingFace":
+        raise CheckpointError(f"{source}: is a HuggingFace directory already; hf-to-megatron converts it")
+    if base is not None:
+        raise CheckpointError(f"--base {base}: {source} is a whole model, and not an adapter of a base model")
+    survey.check()
+    read = partial(read_cast, survey.files)
+    return SourceModel(survey.spec, survey.spec.head, survey.weights, read, (source,))
+
+
+def _adapted(source: Path, base: str | None, target: Path) -> SourceModel:
+    found = open_adapted(source, base)
+    check_target(target, found.spec.path, overwrite=True)
+    return SourceModel(
+        spec=found.spec.base,
+        head=found.head,
+        infos=dict(found.infos),
+        read=found.read,
+        directories=(found.spec.path, source),
+        notes=found.notes,
+    )
 
 
 def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processes: Processes) -> list[str]:
@@ -91,28 +142,6 @@ def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processe
         if rank == processes.rank:
             own.append(file)
     return sorted(own)
-
-
-def read_cast(files: CheckpointFiles, name: str, *, infos: Mapping[str, TensorInfo]) -> Tensor:
-    """A tensor, in the dtype that `infos` says. Errors: CheckpointError where a number is too large for it."""
-    shape, dtype = infos[name]
-    if dtype == files.tensors[name].dtype:
-        return files.read(name, shape)
-    cast = torch.empty(shape, dtype=dtype)
-    for rows in row_pieces(files.tensors[name]):  # the whole tensor is held once, in the new dtype
-        piece = files.read(name, shape, rows)
-        cast[rows] = piece
-        if num_infinite(cast[rows]) != num_infinite(piece):
-            largest = float(piece[piece.isfinite()].abs().max())
-            raise CheckpointError(
-                f"{files.file_of(name)}: {name} holds {largest:g}, too large for {dtype}, whose largest number is "
-                f"{torch.finfo(dtype).max:g}"
-            )
-    return cast
-
-
-def num_infinite(tensor: Tensor) -> int:
-    return int(torch.isinf(tensor).sum())
 
 
 def main_dtype(infos: Mapping[str, TensorInfo]) -> torch.dtype:

@@ -19,6 +19,7 @@ from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
 
 WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
+ADAPTER_FILES = ("adapter_*", "*.distcp", ".metadata")  # of PEFT, or of a checkpoint
 
 
 def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
@@ -70,7 +71,7 @@ def adapter_digests(config: RunConfig) -> dict[str, bytes]:
             found[f"the frozen weights of {name}.model"] = digest_samples(Path(role.model), WEIGHT_FILES)
             if role.lora.adapter_path is not None:
                 path = Path(role.lora.adapter_path)
-                found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(path, ("adapter_*",))
+                found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(path, ADAPTER_FILES)
     return found
 
 

@@ -33,7 +33,17 @@ COMPANIONS = (
 )
 TEMPLATES = "additional_chat_templates"  # a directory of them, as transformers writes where there are several
 CODE = "*.py"
-WRITTEN_HERE = ("config.json", "metadata.json", "*.index.json", "*.bin", "*.pt", "*.pth", "*.safetensors", "*.distcp")
+WRITTEN_HERE = (
+    "config.json",
+    "adapter_config.json",
+    "metadata.json",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.safetensors",
+    "*.distcp",
+)
 
 
 def num_bytes(info: TensorInfo) -> int:

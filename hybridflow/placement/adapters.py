@@ -4,11 +4,11 @@ from pathlib import Path
 
 from hybridflow.architecture.adapter_weights import is_linear, modules_of
 from hybridflow.architecture.lora import ALL_LINEAR, Lora, names
-from hybridflow.architecture.peft_directory import AdapterFile, read_adapter_config, targets_of
+from hybridflow.architecture.peft_directory import lora_of_directory
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import layer_weights
 from hybridflow.config.lora import ALPHA, RANK, LoraConfig
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import ConfigError
 
 
 def read_lora(key: str, config: LoraConfig, spec: ModelSpec, seed: int) -> Lora:
@@ -26,19 +26,12 @@ def read_lora(key: str, config: LoraConfig, spec: ModelSpec, seed: int) -> Lora:
 
 def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> Lora:
     name = f"{key}.adapter_path"
-    said = read_adapter_config(path, name)
-    for field, mine, theirs in (
-        ("rank", config.rank, said["r"]),
-        ("alpha", config.alpha, said["lora_alpha"]),
-        ("use_rslora", config.use_rslora, bool(said.get("use_rslora"))),
-    ):
+    found = lora_of_directory(path, spec, name)
+    for field in ("rank", "alpha", "use_rslora"):
+        mine, theirs = getattr(config, field), getattr(found, field)
         if mine is not None and mine != theirs:
             raise ConfigError(f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave it out")
-    try:
-        targets = targets_of(AdapterFile(path), spec, name)
-    except CheckpointError as error:
-        raise ConfigError(f"{name} = {path}: {error}") from error
-    return Lora(int(said["r"]), float(said["lora_alpha"]), targets, use_rslora=bool(said.get("use_rslora")), path=path)
+    return found
 
 
 def _check_names(key: str, lora: Lora, spec: ModelSpec) -> None:

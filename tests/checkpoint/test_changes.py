@@ -113,7 +113,7 @@ def test_a_key_that_is_added_to_the_config_lacks_a_rule() -> None:
 
 def test_every_rule_is_of_a_key_that_there_is() -> None:
     keys = [*fields(ExperimentConfig), *fields(FixedDataConfig)]
-    keys += ["critic", "reference", "reward", "reward.models.0", "reward.functions.0", "data.environment"]
+    keys += ["actor.lora", "critic", "reference", "reward", "reward.models.0", "reward.functions.0", "data.environment"]
     used = {id(rule_of(key)) for key in keys}
     assert [rule.keys for rule in TABLE if id(rule) not in used] == []
 
@@ -148,6 +148,7 @@ EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
     ("actor.dtype", "float32", REFUSED, REFUSED),
     ("critic.optimizer.name", "sgd", REFUSED, REFUSED),
     ("critic", None, REFUSED, REFUSED),
+    ("actor.lora", {"rank": 8}, REFUSED, REFUSED),
     ("reward.models", [], REFUSED, NOTICED),
 ]
 
@@ -164,6 +165,35 @@ def test_a_key_may_change_or_not(key: str, value: Any, resume: Effect, fork: Eff
                 found(now, fork=is_fork).refuse()
         else:
             found(now, fork=is_fork).refuse()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("rank", 16, "have that rank"),
+        ("target_modules", ["q_proj"], "belong to those linear layers"),
+        ("exclude_modules", ["o_proj"], "belong to those linear layers"),
+        ("alpha", 64.0, "trained with the former scale"),
+        ("use_rslora", True, "trained with the former scale"),
+        ("adapter_path", "other", "began with those of that directory"),
+    ],
+)
+def test_what_makes_adapters_what_they_are(field: str, value: Any, why: str) -> None:
+    """Neither a resumed run nor a fork changes that, of the actor or the critic."""
+    lora = {"rank": 8, "alpha": 32, "target_modules": "all-linear"}
+    tree = resolved(actor={**TRAINED, "lora": lora}, critic={**TRAINED, "lora": lora})
+    for role in ("actor", "critic"):
+        for fork in (False, True):
+            refused = found(with_value(f"{role}.lora.{field}", value, tree), tree, fork=fork)
+            with pytest.raises(ConfigError, match=rf"{role}.lora.{field}: .* -> .*{why}"):
+                refused.refuse()
+    gone = found(with_value("critic.lora", None, tree), tree)
+    assert gone.lines() == [
+        like(
+            "critic.lora: given -> None  (may not change: with adapters a checkpoint holds the adapters alone, without "
+            "adapters all weights)"
+        )
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ what is shown

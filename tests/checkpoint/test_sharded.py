@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights, stored_at
-from hybridflow.convert.main import main
+from hybridflow.cli.convert import main
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.convert.verify import verify
 from hybridflow.parallel.layout import Cut

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridflow.cli.chat import ChatPrompts, model_directory, prompts_of_run
-from hybridflow.errors import RunDirError
+from hybridflow.cli.chat import ChatPrompts, model_directory, prompts_of_run, whole_model
+from hybridflow.errors import ConfigError, RunDirError
 from tests.distributed.tiny_experiment import make_inputs
 from tests.launch import ROOT
+from tests.peft_models import save_as_run, write_by_hand
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,44 @@ def test_a_run_is_its_trained_model(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert model_directory(tmp_path) == tmp_path / "hf"
     assert model_directory(policy) == policy
+
+
+def test_adapters_are_merged_for_the_engine(policy: Path, tmp_path: Path) -> None:
+    """A directory of PEFT, that of a run, and the last checkpoint of a run that has written no model yet."""
+    modules = {f"model.layers.{layer}.self_attn.o_proj": (256, 256) for layer in range(2)}
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_000007").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: x\ndata: {chat_template: true}\n")
+    adapter = write_by_hand(policy, run / "adapter", modules)
+    actor = save_as_run(adapter, policy, run / "checkpoints" / "step_000007" / "actor")
+    (run / "checkpoints" / "step_000007" / "manifest.json").write_text("{}")
+    assert [model_directory(given) for given in (adapter, actor, run)] == [adapter, actor, actor]
+    assert prompts_of_run(adapter) == (True, {})
+    with whole_model(adapter, None) as one, whole_model(actor, str(policy)) as other:
+        weights, base = load_file(one / "model.safetensors"), load_file(policy / "model.safetensors")
+        again = load_file(other / "model.safetensors")
+        assert all(torch.equal(weights[name], again[name]) for name in base)
+        changed = {name.removesuffix(".weight") for name in base if not torch.equal(weights[name], base[name])}
+        assert changed == set(modules)
+        assert (one / "tokenizer.json").is_file()
+    assert not one.exists() and not other.exists()
+    with whole_model(policy, None) as whole:
+        assert whole == policy
+
+
+def test_what_chat_says_of_adapters(policy: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunDirError, match=r"--base x: .*policy holds no adapters of a base model"),
+        whole_model(policy, "x"),
+    ):
+        pass
+    adapter = write_by_hand(tmp_path / "gone", tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (256, 256)})
+    told = rf"{adapter}/adapter_config.json: base_model_name_or_path = {tmp_path}/gone: no such directory here"
+    with pytest.raises(ConfigError, match=told), whole_model(adapter, None):
+        pass
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(RunDirError, match="is a checkpoint of megatron, which the engine does not read"):
+        model_directory(tmp_path)
 
 
 def test_what_is_no_model_is_told(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from hybridflow.checkpoint.store import begin, publish
-from hybridflow.cli.evaluate import evaluated_model, named_set
+from hybridflow.cli.evaluate import EvaluatedModel, evaluated_model, named_set
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.evaluation import bare_tree, evaluation_tree
 from hybridflow.errors import ConfigError, RunDirError
 from tests.distributed.tiny_experiment import make_inputs
 from tests.launch import ROOT, of_no_rank
+from tests.peft_models import save_as_run, write_by_hand
 from tests.test_config import MINIMAL
 
 
@@ -52,6 +53,39 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path: Path) -> None:
     assert evaluated_model(str(model), None).run is None, "beside no config of a run"
     hub = evaluated_model("some-body/model-7B@v1", None)
     assert (hub.model, hub.name, hub.run) == ("some-body/model-7B@v1", "some-body--model-7B--v1", None)
+
+
+def test_adapters_are_evaluated_on_their_base_model(tmp_path: Path) -> None:
+    """A directory of PEFT, the one of a run, and a checkpoint that holds adapters alone."""
+    base = make_inputs(tmp_path / "inputs") / "policy"
+    modules = {f"model.layers.{layer}.self_attn.o_proj": (256, 256) for layer in range(2)}
+    alone = write_by_hand(base, tmp_path / "mine", modules)
+    found = evaluated_model(str(alone), None)
+    assert found == EvaluatedModel(str(base), "mine", None, adapter=str(alone))
+    assert evaluated_model(str(alone), None, base="some-body/model-7B").model == "some-body/model-7B"
+    run = run_dir(tmp_path / "run", hf=True)
+    partial = begin(run / "checkpoints", 3, ["actor"])
+    shutil.rmtree(partial / "actor")
+    save_as_run(alone, base, partial / "actor")
+    publish(run / "checkpoints", 3, partial, {})
+    actor = run / "checkpoints" / "step_000003" / "actor"
+    assert evaluated_model(str(run), 3) == EvaluatedModel(str(base), "step_000003", run, adapter=str(actor))
+    assert evaluated_model(str(actor), None) == evaluated_model(str(run), 3), "a checkpoint is named by its actor too"
+    shutil.copytree(alone, run / "adapter")
+    assert evaluated_model(f"{run}/adapter", None).run == run
+    with pytest.raises(ConfigError, match=r"--base x: .*hf holds no adapters of a base model"):
+        evaluated_model(f"{run}/hf", None, base="x")
+    with pytest.raises(ConfigError, match=r"--base = nowhere: no such directory here"):
+        evaluated_model(f"{run}/adapter", None, base="nowhere")
+
+
+def test_an_evaluation_has_the_adapters_that_are_named_and_no_others() -> None:
+    """A run's own lie in its merged model already."""
+    tree = {**MINIMAL, "actor": {**MINIMAL["actor"], "lora": {"rank": 8}}}
+    assert made(tree, sets={"x": "x.jsonl"}).actor.lora is None
+    lora = made(tree, sets={"x": "x.jsonl"}, adapter="run/adapter").actor.lora
+    assert lora is not None and (lora.adapter_path, lora.rank) == ("run/adapter", None)
+    assert "lora" not in evaluation_tree(MINIMAL, model="m", name="n", output_dir="o", sets={"x": "x.jsonl"})["actor"]
 
 
 def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:

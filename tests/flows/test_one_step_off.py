@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import read_manifest, step_name
-from hybridflow.convert.main import main as convert
+from hybridflow.cli.convert import main as convert
 from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import read_manifest, step_name
-from hybridflow.convert.main import main as convert
+from hybridflow.cli.convert import main as convert
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.test_one_step_off import GRPO, batch, log_probs_of, rows
 from tests.launch import run_ranks

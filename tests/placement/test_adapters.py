@@ -1,98 +1,119 @@
-"""What a plan counts of adapters: elements by hand, memory, checkpoints, what travels; what fits 80 GB."""
+"""What a role's section `lora` comes to for a model: names, conflicts, and a directory of PEFT."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from hybridflow.architecture.weights import num_parameters, num_trained
-from hybridflow.cli.plan import main
-from hybridflow.config import ExperimentConfig
-from hybridflow.placement.forecast import forecast
-from hybridflow.placement.placed import PlacedRun, place
-from tests.distributed.tiny_experiment import write_config
-from tests.launch import ROOT
+from hybridflow.architecture.lora import Lora
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config.lora import LoraConfig
+from hybridflow.errors import ConfigError
+from hybridflow.placement.adapters import linear_layers, read_lora
+from tests.peft_models import save_adapter
 from tests.tiny_models import make_checkpoints
 
-HIDDEN, FFN, HEADS, VOCAB, LAYERS = 64, 96, 8, 100, 2
-PADDED = 128  # rows of the embedding
-RANK = 4
+KEY = "actor.lora"
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoints(tmp_path_factory.mktemp("inputs"), family="llama", tied=False, num_kv_heads=HEADS)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
-def placed(inputs: Path, tmp_path: Path, ranks: int, **sections: object) -> PlacedRun:
-    tree = json.loads(write_config(tmp_path / "config.yaml", inputs).read_text())
-    tree["actor"] |= {"tensor_parallel_size": 1, "lora": {"rank": RANK}} | sections.pop("actor", {})
-    tree["critic"] |= sections.pop("critic", {})
-    return place(ExperimentConfig.model_validate(tree | {"reference": None} | sections), ranks, cuda=True)
+def model(root: Path, family: str) -> Path:
+    if not (root / family).exists():
+        make_checkpoints(root / family, family=family, tied=False)
+    return root / family / "policy"
 
 
-def adapter_elements() -> int:
-    """Of a layer: A of q, k, v, gate and up read the hidden size; each B has as many rows as the layer gives."""
-    attention = 3 * (RANK * HIDDEN + HIDDEN * RANK) + RANK * HIDDEN + HIDDEN * RANK
-    mlp = 2 * (RANK * HIDDEN + FFN * RANK) + RANK * FFN + HIDDEN * RANK
-    return LAYERS * (attention + mlp)
+def read(root: Path, family: str = "qwen3", **given: object) -> Lora:
+    return read_lora(KEY, LoraConfig.model_validate(given), read_spec(model(root, family)), 5)
 
 
-def base_elements(*, vocab: int = PADDED) -> int:
-    layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN
-    return LAYERS * layer + 2 * vocab * HIDDEN + HIDDEN
+def refused(root: Path, family: str = "qwen3", **given: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(root, family, **given)
+    return str(caught.value)
 
 
-def test_adapters_alone_have_gradients_and_states(inputs: Path, tmp_path: Path) -> None:
-    run = placed(inputs, tmp_path, 1)
-    own = adapter_elements()
-    assert num_trained(run.actor.spec, "lm") == own
-    assert num_parameters(run.actor.spec.base, "lm") == base_elements(vocab=VOCAB)
-    found = forecast(run)
-    held = found["memory"]["training"]["roles"]["actor"]
-    assert held["weights"] == 4 * (base_elements() + own)
-    assert (held["gradients"], held["optimizer"]) == (4 * own, 2 * 4 * own)
-    assert found["roles"][0]["trained_parameters"] == own
-    actors = 3 * 4 * own + 8  # weights and two moments, the number of steps
-    critics = found["checkpoint"]["rank_bytes"]["total"] - actors
-    assert critics == 3 * 4 * (base_elements() - PADDED * HIDDEN + HIDDEN) + 8, "all of a critic without adapters"
+def test_what_is_left_out_has_the_usual_values(root: Path) -> None:
+    assert read(root) == Lora(32, 32.0, None, seed=5)
+    assert read(root, target_modules="all-linear", rank=8) == Lora(8, 32.0, None, seed=5)
+    assert read(root, target_modules="q_proj").targets == ("q_proj",), "a name alone"
+    given = {"target_modules": ["self_attn.q_proj", "up_proj"], "exclude_modules": "up_proj", "use_rslora": True}
+    assert read(root, **given) == Lora(32, 32.0, ("self_attn.q_proj", "up_proj"), ("up_proj",), True, seed=5)
 
 
-def test_a_critic_on_the_actors_base_has_adapters_and_a_head_alone(inputs: Path, tmp_path: Path) -> None:
-    """Of another directory, dtype or layout it has a base of its own."""
-    shared = {"model": str(inputs / "policy"), "lora": {"rank": RANK}}
-    own = adapter_elements() + HIDDEN
-
-    def weights(ranks: int = 1, **critic: object) -> int:
-        run = placed(inputs, tmp_path, ranks, critic=shared | critic)
-        return forecast(run)["memory"]["training"]["roles"]["critic"]["weights"]
-
-    alone = 4 * (base_elements() - PADDED * HIDDEN + own)
-    assert weights() == 4 * own
-    assert weights(model=str(inputs / "critic")) == alone
-    assert weights(dtype="bfloat16") == alone // 2
-    assert weights(2, tensor_parallel_size=2) != weights(2) == 4 * own
-
-
-def test_what_travels_of_frozen_weights(inputs: Path, tmp_path: Path) -> None:
-    alike = forecast(placed(inputs, tmp_path, 2, actor={"tensor_parallel_size": 2}))["reshard"]
-    assert alike["received_bytes"]["max"] == 0 and alike["frozen"]["received_bytes"] == 0
-    gathered = placed(inputs, tmp_path, 2, actor={"tensor_parallel_size": 2}, rollout={"tensor_parallel_size": 1})
-    found = forecast(gathered)["reshard"]
-    frozen = found["frozen"]
-    assert not frozen["once"] and frozen["received_bytes"] > 4 * base_elements() // 3
-    assert found["received_bytes"]["max"] == frozen["received_bytes"] + frozen["adapter_bytes"]
-    critic = {"ranks": "0"}
-    reward = {"models": [{"model": str(inputs / "reward"), "dtype": "float32", "ranks": "0"}]}
-    apart = placed(inputs, tmp_path, 2, actor={"ranks": "0"}, critic=critic, reward=reward, rollout={"ranks": "1"})
-    found = forecast(apart)["reshard"]["frozen"]
-    assert found == {"received_bytes": 4 * base_elements(), "adapter_bytes": 4 * adapter_elements(), "once": True}
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3", ATTENTION + MLP),
+        ("glm", [*ATTENTION, "gate_up_proj", "down_proj"]),
+        ("opt", ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]),
+        ("qwen3_moe", ATTENTION),
+        ("mixtral", ATTENTION),
+    ],
+)
+def test_the_linear_layers_of_a_family(family: str, names: list[str], root: Path) -> None:
+    """Neither routers, nor routed experts, nor the output layer."""
+    found = linear_layers(read_spec(model(root, family)))
+    assert [name.rpartition(".")[2] for name in found] == names
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3_8b_lora_1gpu", 1), ("llama3_70b_lora_4gpus", 4)])
-def test_an_8b_fits_one_gpu_and_a_70b_four(name: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(ROOT / "configs" / f"{name}.yaml"), "--memory-gib", "80"]) == 0
-    said = capsys.readouterr().out
-    assert "Fits:" in said and "trained" in said
-    full = ["actor.lora=null", "algorithm.kl.use=none"]
-    assert main([str(ROOT / "configs" / f"{name}.yaml"), "--memory-gib", "80", "--world-size", str(ranks), *full]) == 3
+def test_the_linear_layers_of_a_mixture_with_dense_layers_and_shared_experts(root: Path) -> None:
+    found = {name.partition("{layer}.")[2] for name in linear_layers(read_spec(model(root, "glm4_moe")))}
+    expected = {f"self_attn.{name}" for name in ATTENTION}
+    assert found == expected | {f"{where}.{name}" for where in ("mlp", "mlp.shared_experts") for name in MLP}
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
+def test_a_name_that_is_none(field: str, root: Path) -> None:
+    found = refused(root, **{field: ["q_proj", "qproj"]})
+    assert found.startswith(f"actor.lora.{field}: qproj names no linear layer of {model(root, 'qwen3')}")
+    assert found.endswith("these can: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_moe", "gate_proj"), ("mixtral", "w1"), ("glm4_moe", "gate"), ("qwen3", "lm_head")]
+)
+def test_routed_experts_routers_and_the_output_layer_have_none(family: str, name: str, root: Path) -> None:
+    assert f"{name} names no linear layer" in refused(root, family, target_modules=[name])
+
+
+def test_an_exclusion_that_leaves_nothing(root: Path) -> None:
+    found = refused(root, target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
+    assert found == "actor.lora.exclude_modules = ['self_attn.q_proj'] leaves no linear layer with an adapter"
+
+
+def test_a_directory_of_peft_says_all(root: Path, tmp_path: Path) -> None:
+    peft = tmp_path / "peft"
+    save_adapter(model(root, "qwen3"), peft, ("q_proj", "v_proj"), r=8, lora_alpha=12, use_rslora=True)
+    expected = Lora(8, 12.0, ("self_attn.q_proj", "self_attn.v_proj"), use_rslora=True, path=peft)
+    assert read(root, adapter_path=str(peft)) == expected
+    assert read(root, adapter_path=str(peft), rank=8, alpha=12, use_rslora=True) == expected
+    for field, value, theirs in (("rank", 16, 8), ("alpha", 8.0, 12.0), ("use_rslora", False, True)):
+        found = refused(root, adapter_path=str(peft), **{field: value})
+        told = f"actor.lora.{field} = {value}: the adapters of actor.lora.adapter_path = {peft} have {theirs}."
+        assert found.startswith(told), found
+    found = refused(root, "opt", adapter_path=str(peft))
+    assert found.startswith("actor.lora.adapter_path: ") and "which is no linear layer of" in found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"target_modules": []}, "target_modules = []: names no linear layer"),
+        ({"adapter_path": "x", "target_modules": ["q_proj"]}, "target_modules = ('q_proj',): the adapters of"),
+        ({"adapter_path": "x", "exclude_modules": ["q_proj"]}, "exclude_modules = ('q_proj',): the adapters of"),
+        ({"rank": 0}, "rank"),
+        ({"alpha": 0}, "alpha"),
+        ({"target_modules": [""]}, "target_modules"),
+        ({"target_modules": 3}, "target_modules"),
+    ],
+)
+def test_a_section_that_is_none(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match="validation error") as caught:
+        LoraConfig.model_validate(given)
+    assert said in str(caught.value)

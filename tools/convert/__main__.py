@@ -2,7 +2,7 @@
 
 import sys
 
-from hybridflow.convert.main import main
+from hybridflow.cli.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

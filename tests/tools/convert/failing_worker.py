@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.weight_files import MegatronDirectory
+from hybridflow.cli.convert import main
 from hybridflow.convert import output
-from hybridflow.convert.main import main
 from hybridflow.convert.processes import Processes
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.safetensors_files import SafetensorsDirectory

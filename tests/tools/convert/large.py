@@ -67,7 +67,7 @@ def peak_memory(*arguments: object) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    from hybridflow.convert.main import main as convert
+    from hybridflow.cli.convert import main as convert
 
     status = convert(arguments)
     # ru_maxrss would count what the process was before it became python: a copy of the one that started it

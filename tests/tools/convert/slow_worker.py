@@ -6,7 +6,7 @@ python -m tests.tools.convert.slow_worker SOURCE TARGET [--overwrite]
 import sys
 import time
 
-from hybridflow.convert import main as command
+from hybridflow.cli import convert as command
 from hybridflow.convert.progress import ByteProgress
 
 

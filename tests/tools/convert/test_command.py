@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridflow.convert.main import main
+from hybridflow.cli.convert import main
 from hybridflow.convert.progress import ByteProgress, size_text
 from hybridflow.convert.to_megatron import to_megatron
 from tests.launch import ROOT
@@ -72,7 +72,7 @@ def test_sizes_that_are_none(size: str, tmp_path: Path, capsys: pytest.CaptureFi
     ("text", "size"), [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1.5gib", 3 << 29), ("12kB", 12000)]
 )
 def test_sizes(text: str, size: int) -> None:
-    from hybridflow.convert.main import parse
+    from hybridflow.cli.convert import parse
 
     options = parse(["megatron-to-hf", "a", "b", "--max-shard-size", text])
     assert options.max_shard_size == size
@@ -81,7 +81,7 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_help_and_wrong_arguments_load_no_heavy_package() -> None:
     code = (
-        "import sys; from hybridflow.convert.main import parse; parse(['show', 'x']); assert 'torch' not in sys.modules"
+        "import sys; from hybridflow.cli.convert import parse; parse(['show', 'x']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -90,7 +90,7 @@ def test_help_and_wrong_arguments_load_no_heavy_package() -> None:
 def test_a_conversion_loads_neither_transformers_nor_megatron(source: Path, tmp_path: Path) -> None:
     """They take half a gigabyte and seconds."""
     code = (
-        "import sys; from hybridflow.convert.main import main\n"
+        "import sys; from hybridflow.cli.convert import main\n"
         f"assert main(['hf-to-megatron', {str(source)!r}, {str(tmp_path / 'megatron')!r}]) == 0\n"
         f"assert main(['megatron-to-hf', {str(tmp_path / 'megatron')!r}, {str(tmp_path / 'back')!r}]) == 0\n"
         f"assert main(['verify', {str(source)!r}, {str(tmp_path / 'back')!r}]) == 0\n"

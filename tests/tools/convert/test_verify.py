@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from hybridflow.cli.convert import main
 from hybridflow.convert import compare
-from hybridflow.convert.main import main
 from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.convert.verify import verify
 from tests.launch import ROOT
@@ -130,7 +130,7 @@ def test_forward(models: Models, tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.5
     rewrite(tmp_path / "changed" / "source", tensors)
     code = (
-        "import sys; from hybridflow.convert.main import main\n"
+        "import sys; from hybridflow.cli.convert import main\n"
         "for pair in zip(sys.argv[1::2], sys.argv[2::2]): print('status', main(['verify', *pair, '--forward']))"
     )
     paths = [str(path) for pair in pairs for path in pair]

@@ -9,6 +9,11 @@ A critic starts from a model with a value head in place of the language model he
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
 
+The adapters of a run with actor.lora become a directory of PEFT, and a directory of PEFT becomes a whole model:
+
+    hybridflow convert megatron-to-peft runs/math/checkpoints/step_000100/actor models/math-lora
+    hybridflow convert peft-to-hf       models/math-lora models/math-merged --base models/Qwen2.5-7B
+
 Several processes convert together, with the same result:
 
     torchrun --nproc-per-node 8 -m hybridflow convert hf-to-megatron SRC DST
@@ -43,18 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
     from hybridflow.convert import processes
 
     try:
-        together = processes.join()
+        together = processes.join(_show_error)
         status: int = options.run(options, together, _console() if together.first else None)
         together.barrier()
     except KeyboardInterrupt:
-        print_error("interrupted", "tools.convert")
+        _show_error("interrupted")
         status = 1
     except Exception as error:  # the boundary of the process: one process reports, all end
-        processes.report(error)
+        processes.report(error, _show_error)
         status = 1
         processes.abandon(status)
     processes.leave()
     return status
+
+
+def _show_error(error: object) -> None:
+    print_error(error, "tools.convert")
 
 
 def _console() -> Console:
@@ -88,6 +97,7 @@ def _to_huggingface(options: argparse.Namespace, processes: "Processes", console
     to_huggingface(
         options.source,
         options.target,
+        base=options.base,
         max_shard_bytes=options.max_shard_size,
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         overwrite=options.overwrite,
@@ -95,6 +105,20 @@ def _to_huggingface(options: argparse.Namespace, processes: "Processes", console
         processes=processes,
         console=console,
     )
+    return 0
+
+
+def _peft_to_huggingface(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    from hybridflow.architecture.peft_directory import read_adapter_config
+
+    read_adapter_config(options.source, "SRC")
+    return _to_huggingface(options, processes, console)
+
+
+def _to_peft(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    from hybridflow.convert.adapted import to_peft
+
+    to_peft(options.source, options.target, overwrite=options.overwrite, processes=processes, console=console)
     return 0
 
 
@@ -138,6 +162,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_to_megatron(commands)
     _add_to_huggingface(commands)
+    _add_peft_to_huggingface(commands)
+    _add_to_peft(commands)
     _add_verify(commands)
     _add_show(commands)
     return parser.parse_args(arguments)
@@ -173,9 +199,33 @@ def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentP
     command = commands.add_parser("megatron-to-hf", help="torch_dist checkpoint to HuggingFace directory")
     command.description = (
         "Write DST, a directory that transformers and vLLM load, from SRC. SRC is a torch_dist checkpoint with "
-        "config.json beside it. DST gets the weights alone, without optimizer state."
+        "config.json beside it. DST gets the weights alone, without optimizer state. Adapters of a run with actor.lora "
+        "are merged into the base model."
     )
     _add_paths(command, "torch_dist checkpoint")
+    _add_huggingface_options(command)
+    command.set_defaults(run=_to_huggingface)
+
+
+def _add_peft_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("peft-to-hf", help="adapters of PEFT, merged into the base model")
+    command.description = (
+        "Write DST, a directory that transformers and vLLM load: the base model with the LoRA adapters of SRC merged. "
+        "SRC is a directory of PEFT, such as runs/NAME/adapter. Sums are in float32, and rounded once to the dtype of "
+        "the base model."
+    )
+    _add_paths(command, "directory of PEFT")
+    _add_huggingface_options(command)
+    command.set_defaults(run=_peft_to_huggingface)
+
+
+def _add_huggingface_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--base",
+        default=None,
+        metavar="DIR",
+        help="base model of adapters in SRC (default: base_model_name_or_path of SRC's adapter_config.json)",
+    )
     command.add_argument(
         "--max-shard-size",
         type=_size,
@@ -187,7 +237,16 @@ def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentP
         "--dtype", choices=DTYPES, default=None, help="cast every tensor to this dtype (default: no cast)"
     )
     _add_trust(command)
-    command.set_defaults(run=_to_huggingface)
+
+
+def _add_to_peft(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("megatron-to-peft", help="adapters in a run's checkpoint to a directory of PEFT")
+    command.description = (
+        "Write DST, a directory that PEFT and vLLM read, from SRC. SRC is a role in a checkpoint of a run with "
+        "actor.lora or critic.lora. The command does not read the base model."
+    )
+    _add_paths(command, "runs/NAME/checkpoints/STEP/actor")
+    command.set_defaults(run=_to_peft)
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
