@@ -36,6 +36,7 @@ class Response:
 
     sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
     that has failed. branch_starts: where in `token_ids` further sequences of the row begin, prompts included.
+    versions: of the actor, one a token, where the response came in several turns.
     """
 
     token_ids: list[int]
@@ -45,6 +46,7 @@ class Response:
     sampled: list[bool] = field(default_factory=list)
     rewards: tuple[float, ...] = ()
     branch_starts: tuple[int, ...] = ()
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ among them those that a later iteration could not train on any more (`max_stalen
 no clock says what is trained on. Nothing is discarded, since what is discarded is mostly long.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, RolloutEngine
-from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, flat, joined_rollout
+from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
@@ -42,13 +43,15 @@ class PartialRow:
     versions: list[int] = field(default_factory=list)  # of the actor, one a token
     segments: int = 0
     state: int = RUNNING
+    flags: list[int] = field(default_factory=list)  # one a token, as `generation.response_flags` has them
+    rewards: list[float] = field(default_factory=list)  # of an environment
 
 
 @dataclass
 class PartialGroup:
     """The responses to a prompt. number: of the prompt in the data set; position: in the run, for seeds.
 
-    iteration: in which the group was admitted.
+    iteration: in which the group was admitted. replica: that has the rows' environments; None: any may go on.
     """
 
     number: int
@@ -56,6 +59,7 @@ class PartialGroup:
     iteration: int
     prompt: list[int]
     rows: list[PartialRow]
+    replica: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -64,11 +68,17 @@ class PartialGroup:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one call of the engine adds to a row."""
+    """What one call of the engine adds to a row. flags: none where all tokens are sampled.
+
+    versions: none where all are of the present actor. Of a row with an environment it is the whole response.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     state: int
+    flags: Sequence[int] = ()
+    versions: Sequence[int] = ()
+    rewards: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,27 @@ class UnderWay:
         self.groups = list(groups)
 
     def work(
-        self, num_replicas: int, *, wanted: int, iteration: int, max_staleness: int, sampling: SamplingConfig
+        self,
+        num_replicas: int,
+        *,
+        wanted: int,
+        iteration: int,
+        max_staleness: int,
+        sampling: SamplingConfig,
+        stays: bool = False,
     ) -> list[ReplicaWork]:
-        """What each replica does so that `wanted` groups are whole: nearly equal costs, by the tokens that may come."""
+        """What each replica does so that `wanted` groups are whole: nearly equal costs, by the tokens that may come.
+
+        stays: a group stays with the replica that it has begun on.
+        """
         open_groups = [place for place, group in enumerate(self.groups) if not group.is_whole]
         urgent = set(range(self._num_urgent(wanted, iteration, max_staleness)))
         costs = [self._cost(self.groups[place], sampling) for place in open_groups]
-        dealt = [[open_groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
+        if stays:
+            self._assign(dict(zip(open_groups, costs, strict=True)), num_replicas)
+            dealt = [[i for i in open_groups if self.groups[i].replica == replica] for replica in range(num_replicas)]
+        else:
+            dealt = [[open_groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
         missing = wanted - (len(self.groups) - len(open_groups))
         shares = _shares(missing, [len(part) for part in dealt])
         return [
@@ -113,6 +137,14 @@ class UnderWay:
         last = [group.iteration + max_staleness for group in self.groups]
         horizons = range(max_staleness + 1)
         return max(0, *(sum(x <= iteration + ahead for x in last) - ahead * wanted for ahead in horizons))
+
+    def _assign(self, costs: Mapping[int, int], num_replicas: int) -> None:
+        """New groups to the replicas that have least, in the order of the draw. costs: by place."""
+        loads = [0] * num_replicas
+        for place in sorted(costs, key=lambda place: self.groups[place].replica is None):
+            group = self.groups[place]
+            group.replica = loads.index(min(loads)) if group.replica is None else group.replica
+            loads[group.replica] += costs[place]
 
     def _cost(self, group: PartialGroup, sampling: SamplingConfig) -> int:
         limit = sampling.limits.for_length(len(group.prompt))
@@ -140,7 +172,9 @@ class UnderWay:
             row = self.groups[place].rows[sample]
             row.token_ids += segment.token_ids
             row.log_probs += segment.log_probs
-            row.versions += [version] * len(segment.token_ids)
+            row.versions += segment.versions or [version] * len(segment.token_ids)
+            row.flags += segment.flags or [SAMPLED] * len(segment.token_ids)
+            row.rewards += segment.rewards
             row.segments, row.state = row.segments + 1, segment.state
 
     def take(self, number: int) -> list[PartialGroup]:
@@ -153,8 +187,9 @@ class UnderWay:
     # ---- as tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a file: int64 of groups and rows, and of tokens int64 and float32. Prompts are tokens, too."""
+        """For a file: int64 of groups, rows and tokens; float32 of log-probs and rewards. Prompts are tokens, too."""
         rows = [row for group in self.groups for row in group.rows]
+        nothing = [math.nan] * max((len(row.rewards) for row in rows), default=0)
         of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
         return {
             "groups": torch.tensor(of_groups, dtype=torch.int64).view(-1, 5),
@@ -165,6 +200,8 @@ class UnderWay:
             "token_ids": torch.tensor([i for row in rows for i in row.token_ids], dtype=torch.int64),
             "log_probs": torch.tensor([x for row in rows for x in row.log_probs], dtype=torch.float32),
             "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
+            "flags": torch.tensor([flag for row in rows for flag in row.flags], dtype=torch.uint8),
+            "rewards": torch.tensor([row.rewards or nothing for row in rows], dtype=torch.float32),
         }
 
     @classmethod
@@ -172,10 +209,16 @@ class UnderWay:
         """What `tensors` gave."""
         groups, sizes = tensors["groups"].tolist(), tensors["rows"].tolist()
         counts = [count for count, _, _ in sizes]
-        parts = [tensors[name].split(counts) for name in ("token_ids", "log_probs", "versions")]
+        names = ("token_ids", "log_probs", "versions", "flags")
+        parts = zip(*(tensors[name].split(counts) for name in names), strict=True)
         rows = iter(
-            PartialRow(ids.tolist(), log_probs.tolist(), versions.tolist(), segments=segments, state=state)
-            for (_, segments, state), ids, log_probs, versions in zip(sizes, *parts, strict=True)
+            PartialRow(
+                **{name: values.tolist() for name, values in zip(names, part, strict=True)},
+                segments=segments,
+                state=state,
+                rewards=rewards if segments else [],
+            )
+            for (_, segments, state), part, rewards in zip(sizes, parts, tensors["rewards"].tolist(), strict=True)
         )
         prompts = tensors["prompt_ids"].split([group[3] for group in groups])
         return cls(
@@ -224,9 +267,12 @@ def replica_segments(
 
 
 def whole_segments(
-    under_way: UnderWay, own: Mapping[tuple[int, int], Segment], exchange: Exchange
+    under_way: UnderWay, own: Mapping[tuple[int, int], Segment], exchange: Exchange, num_rewards: int = 0
 ) -> dict[tuple[int, int], Segment]:
-    """Of all replicas: collective. own: what this rank contributes; of a replica one rank does so."""
+    """Of all replicas: collective. own: what this rank contributes; of a replica one rank does so.
+
+    num_rewards: parts of the reward that an environment gives; 0: there is none.
+    """
     rows = [(place, sample) for place, group in enumerate(under_way.groups) for sample in range(len(group.rows))]
     numbers = {row: number for number, row in enumerate(rows)}
     where, parts = torch.tensor([numbers[row] for row in own], dtype=torch.int64), list(own.values())
@@ -243,25 +289,40 @@ def whole_segments(
         [torch.zeros(0, dtype=torch.int64)] + [torch.arange(int(sizes[i])) + starts[i] for i in where.tolist()]
     )
     size = int(sizes.sum())
-    token_ids = exchange.gather(PartialTensor(size, at, flat("i", (part.token_ids for part in parts))))
-    log_probs = exchange.gather(PartialTensor(size, at, flat("f", (part.log_probs for part in parts))))
-    of_tokens = zip(token_ids.split(sizes.tolist()), log_probs.split(sizes.tolist()), strict=True)
-    return {
-        row: Segment(ids.tolist(), values.tolist(), int(state))
-        for row, count, state, (ids, values) in zip(rows, counts.tolist(), states.tolist(), of_tokens, strict=True)
-        if count
-    }
+
+    def of_tokens(code: str, lists: Iterable[list[Any]]) -> list[list[Any]]:
+        whole = exchange.gather(PartialTensor(size, at, flat(code, lists)))
+        return [values.tolist() for values in whole.split(sizes.tolist())]
+
+    found: list[list[Any]] = [
+        of_tokens("i", (part.token_ids for part in parts)),
+        of_tokens("f", (part.log_probs for part in parts)),
+    ]
+    found.append([int(state) for state in states.tolist()])
+    if num_rewards:
+        found.append(of_tokens("i", (list(part.flags) for part in parts)))
+        found.append(of_tokens("i", (list(part.versions) for part in parts)))
+        given = [
+            PartialTensor(len(rows), where, torch.tensor([part.rewards[i] for part in parts], dtype=torch.float32))
+            for i in range(num_rewards)
+        ]
+        found.append(torch.stack(exchange.gather_all(given), dim=1).tolist())
+    wholes = zip(rows, counts.tolist(), zip(*found, strict=True), strict=True)
+    return {row: Segment(*values) for row, count, values in wholes if count}
 
 
 def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:
     """Whole groups as a rollout. prompts: of the groups, in their order."""
     rows = [row for group in groups for row in group.rows]
-    return joined_rollout(
+    rollout = joined_rollout(
         prompts,
         torch.tensor([len(group.rows) for group in groups], dtype=torch.int64),
         torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
         torch.tensor([row.state == CUT for row in rows], dtype=torch.bool),
         token_ids=flat("i", (row.token_ids for row in rows)),
         log_probs=flat("f", (row.log_probs for row in rows)),
+        flags=flat("i", (row.flags for row in rows)),
         versions=flat("i", (row.versions for row in rows)),
     )
+    rewards = torch.tensor([row.rewards for row in rows], dtype=torch.float32)
+    return replace(rollout, environment_rewards=rewards) if rewards.numel() else rollout
