@@ -128,11 +128,6 @@ class Running(GivenAgents):
     def answers(self, seconds: float) -> dict[int, Answer]:
         return dict(self._returned.popleft() for _ in range(len(self._returned)))
 
-    def set_aside(self, tickets: Any) -> None:
-        """Nobody else asks for them here."""
-
-    take_back = set_aside
-
     def wait(self, meanwhile: Callable[[], None]) -> None:
         """Until nobody asks any more."""
         for client in self.clients.values():

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import step_name
-from hybridflow.convert.main import main as convert
 from tests.environments.rollouts_worker import DYNAMIC, ONE, named
 from tests.environments.test_rollouts import metrics, rollout, tensors
 from tests.environments.tiny_chat import make_chat_inputs, run_config
+from tests.environments.versions import checked_ages, log_probs_of
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -53,45 +52,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def log_probs_of(root: Path, name: str, version: int, batch: RolloutBatch, directory: Path) -> torch.Tensor:
-    """By a HuggingFace model with the actor's weights of this version."""
-    path = root / "policy"
-    if version:
-        path = directory / str(version)
-        if not path.exists():
-            saved = root / "runs" / name / "checkpoints" / step_name(version) / "actor"
-            convert(["megatron-to-hf", str(saved), str(path)])
-    model, expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
-    for ids in batch.input_ids.split(batch.lengths.tolist()):
-        with torch.no_grad():
-            log_probs = model(ids[None]).logits[0].log_softmax(-1)
-        expected.append(torch.cat([torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None]).flatten()]))
-    return torch.cat(expected)
-
-
-def check_log_probs(root: Path, name: str, directory: Path) -> set[int]:
-    """The ages of the tokens."""
-    ages = set[int]()
-    for iteration in range(1, NUM_ITERATIONS + 1):
-        batch, versions = rollout(root, name, iteration), tensors(root, name, iteration)["versions"][:, 0]
-        for version in versions[batch.response_mask].unique().tolist():
-            some = batch.response_mask & (versions == version)
-            expected = log_probs_of(root, name, version, batch, directory)
-            torch.testing.assert_close(batch.rollout_log_probs[some], expected[some], rtol=0, atol=1e-4)
-            ages.add(iteration - 1 - version)
-        assert (batch.rollout_log_probs[~batch.response_mask] == 0).all()
-    return ages
-
-
 @pytest.mark.parametrize("name", ["partial", "evaluated", "dynamic", *ON_TWO])
 def test_every_token_has_the_log_prob_of_the_version_that_chose_it(name: str, root: Path, tmp_path: Path) -> None:
-    assert check_log_probs(root, name, tmp_path) >= {0, 1}
+    assert checked_ages(root / "runs" / name, NUM_ITERATIONS, tmp_path) >= {0, 1}
 
 
 def test_another_version_has_other_log_probs(root: Path, tmp_path: Path) -> None:
     batch, versions = rollout(root, "partial", 2), tensors(root, "partial", 2)["versions"][:, 0]
     old = batch.response_mask & (versions == 0)
-    now = log_probs_of(root, "partial", 1, batch, tmp_path)
+    now = log_probs_of(root / "runs" / "partial", 1, batch, tmp_path)
     assert (batch.rollout_log_probs[old] - now[old]).abs().max() > 1e-2
 
 
@@ -181,7 +150,5 @@ def test_a_run_that_is_killed_begins_open_rows_again(root: Path, tmp_path: Path)
     state = load_file(root / "runs" / "killed" / "checkpoints" / step_name(2) / "under_way.safetensors")
     running = state["rows"][:, 2] == 0
     assert int(number) == int(running.sum()) > 0 and not state["rows"][running][:, 0].any()
-    assert check_log_probs(root, "killed", tmp_path) >= {0, 1}
-    first, rows = tensors(root, "killed", 1), metrics(root, "killed")
-    assert torch.equal(first["input_ids"], tensors(root, "partial", 1)["input_ids"])
-    assert [float(row["rollout/groups_under_way"]) for row in rows] == [2.0] * NUM_ITERATIONS
+    assert checked_ages(root / "runs" / "killed", NUM_ITERATIONS, tmp_path) >= {0, 1}
+    assert [float(row["rollout/groups_under_way"]) for row in metrics(root, "killed")] == [2.0] * NUM_ITERATIONS
