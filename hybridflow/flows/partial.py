@@ -23,7 +23,7 @@ from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greed
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.generation import check_rows
-from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, rollout_of_groups
+from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, experts_of_groups, rollout_of_groups
 
 CACHE = "kv_cache_bytes"
 ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
@@ -100,6 +100,9 @@ class PartialGeneration(Generation):
         prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
         self.taken = tuple(group.number for group in groups), prompts
         rollout = rollout_of_groups(groups, prompts)
+        records = None if self._roles.actor is None else self._roles.actor.records
+        if records is not None:
+            rollout = records.take(rollout, experts_of_groups(groups, records.sizes))
         check_rows(rollout)
         self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)

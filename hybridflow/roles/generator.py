@@ -42,10 +42,11 @@ from hybridflow.rollout.generation import (
     replica_responses,
     whole_rollout,
 )
-from hybridflow.rollout.partial import Segment, UnderWay, replica_segments, whole_segments
+from hybridflow.rollout.partial import Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
+from hybridflow.rollout.segments import replica_segments, whole_segments, with_experts
 from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
 
 
@@ -131,7 +132,8 @@ class Generator:
 
     def _hooks_routers(self) -> bool:
         """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
-        second = second_runner(self._placed.config.sampling, cuda=self._placed.cuda, pp=self.layout.pp)
+        config, cuda, cuts = self._placed.config, self._placed.cuda, self._placed.config.rollout.partial is not None
+        second = second_runner(config.sampling, cuda=cuda, pp=self.layout.pp, cuts_routes=cuts)
         return self.routing is not None and not second
 
     def _sized_cache(self) -> KVCacheSize:
@@ -299,14 +301,9 @@ class Generator:
         by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
         config, own = self._placed.config, dict[tuple[int, int], Segment]()
-        work = under_way.work(
-            len(self.layout.replicas),
-            wanted=wanted,
-            iteration=iteration,
-            max_staleness=max_staleness,
-            sampling=config.sampling,
-            stays=self.turns is not None,
-        )
+        limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
+        stays = self.turns is not None
+        work = under_way.work(len(self.layout.replicas), **limits, sampling=config.sampling, stays=stays)
         if self.engine is not None:
             part, params = work[self.layout.coordinates(self._platform.rank).replica], self.params["sampled"]
             requests = under_way.requests(part.groups, config.seed, config.sampling)
@@ -317,9 +314,13 @@ class Generator:
                 own = self.turns.segments(self.engine, params, under_way, part, new, version=iteration - 1)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
-        under_way.add(whole_segments(under_way, contributed, self._exchange, num_rewards), iteration - 1)
-        tokens = 0 if self.turns is None else self.turns.num_open_tokens
-        return int(self._exchange.sum(torch.tensor(tokens, device=self._exchange.device))) if num_rewards else 0
+        whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
+        if self.routing is not None:
+            whole = with_experts(under_way, whole, own, self.routing, self._exchange)
+        under_way.add(whole, iteration - 1)
+        if self.turns is None:
+            return 0
+        return int(self._exchange.sum(torch.tensor(self.turns.num_open_tokens, device=self._exchange.device)))
 
     def ask(
         self,

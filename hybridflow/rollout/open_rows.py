@@ -110,9 +110,9 @@ class OpenRows:
 
     def _stop(self, engine: RolloutEngine) -> None:
         """Behind the events of a step, which all ranks have applied."""
-        for name, token_ids, log_probs in engine.abort_all():
+        for name, part in engine.abort_all():
             row, branch, _ = map(int, name.split("."))
-            self._rows.cut(row, branch, token_ids, log_probs)
+            self._rows.cut(row, branch, part.token_ids, part.log_probs)
         answers, self._paused = self._turns.answers, True
         if answers is not None:
             answers.pause()

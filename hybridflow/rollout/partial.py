@@ -2,8 +2,7 @@
 
     under_way = UnderWay(groups)                               # the same on all ranks
     work = under_way.work(num_replicas, iteration, ...)        # pure: who generates what, and until when
-    own = replica_segments(engine, params, work.of_replicas[r], ...)
-    under_way.add(segments, version)                           # of all replicas
+    under_way.add(segments, version)                           # of all replicas, see `rollout.segments`
     groups = under_way.take(number)                            # whole ones, the first in the order of the draw
 
 A group is all responses to a prompt. A replica stops at the first engine step at which its share of groups is whole,
@@ -12,24 +11,23 @@ no clock says what is trained on. Nothing is discarded, since what is discarded 
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.parallel.exchange import Exchange, PartialTensor
-from hybridflow.parallel.platform import preserved_random_state
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
+from hybridflow.rollout.routing_records import EXPERTS
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
-    from vllm import SamplingParams
+    pass
 
 RUNNING, ENDED, CUT = 0, 1, 2  # of a row
 
@@ -45,6 +43,7 @@ class PartialRow:
     state: int = RUNNING
     flags: list[int] = field(default_factory=list)  # one a token, as `generation.response_flags` has them
     rewards: list[float] = field(default_factory=list)  # of an environment
+    experts: Tensor | None = field(default=None, compare=False)  # (prompt + response - 1, layers, k) of the engine
 
 
 @dataclass
@@ -70,6 +69,7 @@ class PartialGroup:
 class Segment:
     """What one call of the engine adds to a row. flags: none where all tokens are sampled.
 
+    experts: of the tokens that the row has no experts of yet.
     versions: none where all are of the present actor. Of a row with an environment it is the whole response.
     """
 
@@ -79,6 +79,7 @@ class Segment:
     flags: Sequence[int] = ()
     versions: Sequence[int] = ()
     rewards: Sequence[float] = ()
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,9 @@ class UnderWay:
             row.versions += segment.versions or [version] * len(segment.token_ids)
             row.flags += segment.flags or [SAMPLED] * len(segment.token_ids)
             row.rewards += segment.rewards
+            if segment.experts is not None:
+                before = segment.experts[:0] if row.experts is None else row.experts
+                row.experts = torch.cat([before, segment.experts])
             row.segments, row.state = row.segments + 1, segment.state
 
     def take(self, number: int) -> list[PartialGroup]:
@@ -189,6 +193,7 @@ class UnderWay:
     def tensors(self) -> dict[str, Tensor]:
         """For a file: int64 of groups, rows and tokens; float32 of log-probs and rewards. Prompts are tokens, too."""
         rows = [row for group in self.groups for row in group.rows]
+        experts = [row.experts for row in rows if row.experts is not None]
         nothing = [math.nan] * max((len(row.rewards) for row in rows), default=0)
         of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
         return {
@@ -202,6 +207,7 @@ class UnderWay:
             "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
             "flags": torch.tensor([flag for row in rows for flag in row.flags], dtype=torch.uint8),
             "rewards": torch.tensor([row.rewards or nothing for row in rows], dtype=torch.float32),
+            **({EXPERTS: torch.cat(experts)} if experts else {}),
         }
 
     @classmethod
@@ -221,12 +227,18 @@ class UnderWay:
             for (_, segments, state), part, rewards in zip(sizes, parts, tensors["rewards"].tolist(), strict=True)
         )
         prompts = tensors["prompt_ids"].split([group[3] for group in groups])
-        return cls(
+        found = cls(
             [
                 PartialGroup(number, position, iteration, ids.tolist(), [next(rows) for _ in range(num_rows)])
                 for (number, position, iteration, _, num_rows), ids in zip(groups, prompts, strict=True)
             ]
         )
+        if EXPERTS in tensors:
+            spoken = [(group, row) for group in found.groups for row in group.rows if row.token_ids]
+            lengths = [len(group.prompt) + len(row.token_ids) - 1 for group, row in spoken]
+            for (_, row), experts in zip(spoken, tensors[EXPERTS].split(lengths), strict=True):
+                row.experts = experts
+        return found
 
 
 def _shares(total: int, sizes: Sequence[int]) -> list[int]:
@@ -239,76 +251,11 @@ def _shares(total: int, sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-def replica_segments(
-    engine: RolloutEngine,
-    params: "Sequence[SamplingParams]",
-    requests: Mapping[tuple[int, int], Request],
-    work: ReplicaWork,
-) -> dict[tuple[int, int], Segment]:
-    """What the replica adds to rows until enough groups are whole. params: by bucket."""
-    for (place, sample), request in requests.items():
-        engine.add(f"{place}.{sample}", request, params[request.bucket], max_tokens=None)
-    left, whole = Counter(place for place, _ in requests), set[int]()
-    found: dict[tuple[int, int], Segment] = {}
-    with preserved_random_state():
-        while engine.is_busy and not (len(whole) >= work.number and work.urgent <= whole):
-            for name, response in engine.finished():
-                place, sample = map(int, name.split("."))
-                state = CUT if response.truncated else ENDED
-                found[place, sample] = Segment(response.token_ids, response.log_probs, state)
-                left[place] -= 1
-                if not left[place]:
-                    whole.add(place)
-        for name, token_ids, log_probs in engine.abort_all():
-            place, sample = map(int, name.split("."))
-            found[place, sample] = Segment(token_ids, log_probs, RUNNING)
-    engine.wait_until_idle()
-    return found
-
-
-def whole_segments(
-    under_way: UnderWay, own: Mapping[tuple[int, int], Segment], exchange: Exchange, num_rewards: int = 0
-) -> dict[tuple[int, int], Segment]:
-    """Of all replicas: collective. own: what this rank contributes; of a replica one rank does so.
-
-    num_rewards: parts of the reward that an environment gives; 0: there is none.
-    """
-    rows = [(place, sample) for place, group in enumerate(under_way.groups) for sample in range(len(group.rows))]
-    numbers = {row: number for number, row in enumerate(rows)}
-    where, parts = torch.tensor([numbers[row] for row in own], dtype=torch.int64), list(own.values())
-
-    def of_rows(values: Sequence[int]) -> PartialTensor:
-        return PartialTensor(len(rows), where, torch.tensor(values, dtype=torch.int64))
-
-    counts, states = exchange.gather_all(
-        [of_rows([len(part.token_ids) + 1 for part in parts]), of_rows([part.state for part in parts])]
-    )  # one more than there are tokens: nobody has touched a row with 0
-    sizes = (counts - 1).clamp(min=0)
-    starts = sizes.cumsum(0) - sizes
-    at = torch.cat(
-        [torch.zeros(0, dtype=torch.int64)] + [torch.arange(int(sizes[i])) + starts[i] for i in where.tolist()]
-    )
-    size = int(sizes.sum())
-
-    def of_tokens(code: str, lists: Iterable[list[Any]]) -> list[list[Any]]:
-        whole = exchange.gather(PartialTensor(size, at, flat(code, lists)))
-        return [values.tolist() for values in whole.split(sizes.tolist())]
-
-    found: list[list[Any]] = [
-        of_tokens("i", (part.token_ids for part in parts)),
-        of_tokens("f", (part.log_probs for part in parts)),
-    ]
-    found.append([int(state) for state in states.tolist()])
-    if num_rewards:
-        found.append(of_tokens("i", (list(part.flags) for part in parts)))
-        found.append(of_tokens("i", (list(part.versions) for part in parts)))
-        given = [
-            PartialTensor(len(rows), where, torch.tensor([part.rewards[i] for part in parts], dtype=torch.float32))
-            for i in range(num_rewards)
-        ]
-        found.append(torch.stack(exchange.gather_all(given), dim=1).tolist())
-    wholes = zip(rows, counts.tolist(), zip(*found, strict=True), strict=True)
-    return {row: Segment(*values) for row, count, values in wholes if count}
+def experts_of_groups(groups: Sequence[PartialGroup], sizes: RoutingSizes) -> Tensor:
+    """(T, layers, k) of the rollout of these groups. The last token of a row has no record."""
+    nothing = sizes.nothing(1)
+    parts = [part for group in groups for row in group.rows for part in (row.experts, nothing) if part is not None]
+    return torch.cat(parts)
 
 
 def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:

@@ -146,13 +146,12 @@ class Drawn:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
 
-    def abort_all(self) -> list[tuple[str, list[int], list[float]]]:
+    def abort_all(self) -> list[tuple[str, Response]]:
         """Each turn has some of its tokens."""
         there, self._there = self._there, {}
         found = [(name, self._drawn(*asked)) for name, asked in there.items()]
-        return [
-            (name, ids[: (keeps := self._rng.randrange(len(ids)))], log_probs_of(ids[:keeps])) for name, ids in found
-        ]
+        parts = [(name, ids[: self._rng.randrange(len(ids))]) for name, ids in found]
+        return [(name, Response(ids, log_probs_of(ids), truncated=False)) for name, ids in parts]
 
     def _drawn(self, request: Request, most: int) -> list[int]:
         draw = random.Random(f"{request.prompt}{request.seed}")

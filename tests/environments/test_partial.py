@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import step_name
 from tests.environments.rollouts_worker import DYNAMIC, ONE, named
 from tests.environments.test_rollouts import metrics, rollout, tensors
 from tests.environments.tiny_chat import make_chat_inputs, run_config
-from tests.environments.versions import checked_ages, log_probs_of
+from tests.environments.versions import checked_ages, log_probs_of, rollout_of
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -31,6 +30,7 @@ RUNS = {
     "partial": [named("Talk", **TALK), *STALE],
     "synchronous": [named("Talk", **TALK), "algorithm.policy.importance={kind: token, cap: 2.0}"],
     "all-whole": [named("Talk", **TALK), STALE[0], "rollout.partial={oversample: 1.0}"],
+    "long": [named("Talk", **TALK), *STALE, "sampling.stop_token_ids=[]"],
     "fragile": [named("Fragile", max_turn_tokens=40, call_seconds=3, num_workers=8), *STALE],
     "evaluated": [named("Talk", **LATE), *STALE, "metrics.eval_interval=1"],
     "dynamic": [named("Talk", **LATE), *STALE, DYNAMIC],
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", ["partial", "evaluated", "dynamic", *ON_TWO])
+@pytest.mark.parametrize("name", ["partial", "long", "evaluated", "dynamic", *ON_TWO])
 def test_every_token_has_the_log_prob_of_the_version_that_chose_it(name: str, root: Path, tmp_path: Path) -> None:
     assert checked_ages(root / "runs" / name, NUM_ITERATIONS, tmp_path) >= {0, 1}
 
@@ -68,36 +68,26 @@ def parts_of_turns(root: Path, name: str) -> list[list[tuple[int, int]]]:
     """Of each turn of the model (version, number of tokens) by segment."""
     found = []
     for iteration in range(1, NUM_ITERATIONS + 1):
-        batch, versions = rollout(root, name, iteration), tensors(root, name, iteration)["versions"][:, 0]
-        before = None
-        for by, version, first in zip(
-            batch.response_mask.tolist(), versions.tolist(), first_tokens(batch), strict=True
-        ):
-            if by and (before is None or first):
-                found.append([(version, 1)])
-            elif by and found[-1][-1][0] == version:
-                found[-1][-1] = version, found[-1][-1][1] + 1
-            elif by:
-                found[-1].append((version, 1))
-            before = True if by else None
+        batch = rollout_of(root / "runs" / name, iteration)
+        tokens = zip(batch.response_mask.tolist(), batch.versions[:, 0].tolist(), strict=True)
+        for by_model, turn in itertools.groupby(tokens, key=lambda token: token[0]):
+            if by_model:
+                parts = itertools.groupby(version for _, version in turn)
+                found.append([(version, len(list(part))) for version, part in parts])
     return found
 
 
-def first_tokens(batch: RolloutBatch) -> list[bool]:
-    """Whether a row begins."""
-    return [at == 0 for length in batch.lengths.tolist() for at in range(length)]
-
-
 def test_a_turn_that_a_stop_cuts_has_the_tokens_of_one_turn(root: Path) -> None:
-    turns = [turn for name in ("partial", "dp-2", "tp-2") for turn in parts_of_turns(root, name)]
+    turns = parts_of_turns(root, "long")
     cut = [turn for turn in turns if len(turn) > 1]
     assert cut and all(first[0] < then[0] for turn in cut for first, then in itertools.pairwise(turn))
-    assert max(sum(count for _, count in turn) for turn in turns) == MOST_TURN
-    for name in ("partial", "dp-2", "tp-2"):
-        for iteration in range(1, NUM_ITERATIONS + 1):
-            batch = rollout(root, name, iteration)
-            rows = batch.response_mask.split(batch.lengths.tolist())
-            assert max(int(row.sum()) for row in rows) <= MOST_RESPONSE
+    assert max(sum(count for _, count in turn) for turn in cut) == MOST_TURN
+    for turn in turns:
+        assert sum(count for _, count in turn) <= MOST_TURN
+    for iteration in range(1, NUM_ITERATIONS + 1):
+        batch = rollout_of(root / "runs" / "long", iteration)
+        counts = batch.lengths - batch.prompt_lengths
+        assert counts.max() <= MOST_RESPONSE
 
 
 def test_where_every_group_must_be_whole_it_is_the_synchronous_run(root: Path) -> None:
