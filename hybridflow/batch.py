@@ -77,6 +77,28 @@ class PromptBatch:
         found = self.input_ids.split(self.lengths.tolist())
         return [ids.tolist() for ids in (found if numbers is None else map(found.__getitem__, numbers))]
 
+    def select(self, numbers: Sequence[int]) -> "PromptBatch":
+        """These prompts, in this order."""
+        index = torch.tensor(numbers, dtype=torch.int64)
+        return PromptBatch(
+            self.input_ids[token_index(self.lengths, index)],
+            self.lengths[index],
+            tuple(self.texts[i] for i in numbers),
+            {name: tuple(values[i] for i in numbers) for name, values in self.columns.items()},
+            tuple(self.conversations[i] for i in numbers) if self.conversations else (),
+        )
+
+    @classmethod
+    def joined(cls, batches: "Sequence[PromptBatch]") -> "PromptBatch":
+        """One behind the other, all with the same columns."""
+        return cls(
+            torch.cat([batch.input_ids for batch in batches]),
+            torch.cat([batch.lengths for batch in batches]),
+            tuple(text for batch in batches for text in batch.texts),
+            {name: tuple(x for batch in batches for x in batch.columns[name]) for name in batches[0].columns},
+            tuple(messages for batch in batches for messages in batch.conversations),
+        )
+
 
 @dataclass(frozen=True)
 class RolloutBatch:

@@ -66,7 +66,6 @@ def test_rows_under_way_count_for_the_engine() -> None:
         ({"rollout": {"max_staleness": 1, "partial": {"oversample": 2.5}}}, "oversample is 1 + max_staleness at most"),
         ({"rollout": PARTIAL, "sampling": {"presence_penalty": 0.5}}, "sampling.presence_penalty = 0.5"),
         ({"rollout": PARTIAL, "sampling": {"stop": ["x"]}}, "sampling.stop = "),
-        ({"rollout": PARTIAL, "algorithm": {"policy": {"replay_routing": True}}}, "replay_routing = true"),
     ],
 )
 def test_what_stale_rollouts_cannot_go_with_is_an_error(changes: dict[str, Any], said: str) -> None:

@@ -83,6 +83,7 @@ WHEN = {
     "rollout/staleness_{}_fraction": STALE,
     "rollout/staleness_{}_log_prob_diff": f"{STALE} Where a pass computes the actor's log-probs.",
     "time/engines_wait_seconds": "With `rollout.max_staleness: 1` and no `rollout.partial`.",
+    "time/trainers_wait_seconds": "With `rollout.max_staleness: 1` and no `rollout.partial`.",
     "speed/iteration_mfu": "On GPUs whose peak is known.",
     "speed/{}_mfu": "On GPUs whose peak is known.",
     "time/wait_fraction_mean": "With several ranks.",
@@ -114,6 +115,7 @@ WORDS = """
 - The age of a token is the number of updates between the actor that sampled it and the actor that trains on it.
 - With `rollout.max_staleness: 1`, metrics of a rollout and of its generation belong to the rollout that trains, which
   engines made during the iteration before. `time/engines_wait_seconds` is the wait before this rollout.
+  `time/trainers_wait_seconds` is the wait for this rollout, also where a save or an evaluation has waited for it.
 - `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others in exchanges of
   results.
 - `time/wait_fraction_*` is the share of an iteration that a rank is in collectives: the wait for others, and the

@@ -52,6 +52,17 @@ class Session:
         """Those that the model answers."""
         return [each.request for each in self.requests if each.request is not None]
 
+    def room(self, num_opening: int, branch: int, most_opening: int, *, several: bool) -> tuple[str, int]:
+        """Why a sequence may not begin with so many tokens, nothing where it may; and how many may follow these.
+
+        All sequences of a row have the same room, but for one that goes on from a prompt of the data file.
+        """
+        limit = self.record.limit
+        if several and (branch or not self.has_prompt):
+            return "", most_opening + limit - num_opening
+        problem = f"the request has {num_opening} tokens, more than data.max_prompt_length = {most_opening}"
+        return problem if num_opening > most_opening else "", limit
+
 
 def asked_again(
     requests: Sequence[SequenceRequest], request: ChatRequest, asked: Asked | AskedTokens, *, several: bool

@@ -22,7 +22,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,8 @@ class ChatServer:
         """address: of IP. token: what clients must send as their API key. max_model_len: tokens of a row, at most."""
         self._address, self._token, self._max_model_len = address, token, max_model_len
         self._events = queue.SimpleQueue[ChatRequest | Gone]()
+        self._rows_aside: Container[str] = ()
+        self._aside: list[ChatRequest | Gone] = []  # events of these rows
         self._readable, self._writable = os.pipe()
         for end in (self._readable, self._writable):
             os.set_blocking(end, False)
@@ -108,8 +110,20 @@ class ChatServer:
         found: list[ChatRequest | Gone] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._events.get_nowait())
+                event = self._events.get_nowait()
+                row = event.row if isinstance(event, ChatRequest) else event.request.row
+                (self._aside if row in self._rows_aside else found).append(event)
+        if not self._rows_aside:
+            found, self._aside = self._aside + found, []
         return found
+
+    def set_aside(self, rows: Container[str]) -> None:
+        """Events of these rows wait, by the names in their URLs: whoever asks meanwhile knows nothing of the rows."""
+        self._rows_aside = rows
+
+    def take_back(self) -> None:
+        """`take_events` has all of them from now on, in order."""
+        self._rows_aside = ()
 
     def answer(self, request: ChatRequest, completion: Completion | TokenCompletion) -> None:
         self._loop.call_soon_threadsafe(_set, request.answer, completion)

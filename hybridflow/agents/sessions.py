@@ -37,7 +37,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.engine import Response
 from hybridflow.rollout.rows import ReplicaRows, RowRecord, RowSequence, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import TurnCounts
+from hybridflow.rollout.turns import Episode, TurnCounts, episodes_of_rows
 
 LEFT = "a client that left"  # among what the user knows
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
@@ -84,7 +84,7 @@ class Agents:
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> "Sessions":
         """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. Errors: RewardError."""
-        return Sessions(self, prompts, counts, limits)
+        return Sessions(self, episodes_of_rows(prompts, counts, limits, seed))
 
     def new_tokens(self, columns: Mapping[str, Any]) -> NewTokens:
         """Of the requests of a row with these columns."""
@@ -103,12 +103,12 @@ class Agents:
 
 
 class Sessions:
-    """Of this rank's rows of one rollout."""
+    """Of this rank's rows of one rollout, or of all partial ones. episodes: of a rollout's rows."""
 
-    def __init__(self, shared: Agents, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int]) -> None:
+    def __init__(self, shared: Agents, episodes: Sequence[Episode]) -> None:
         self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
-        self._prompts, self._limits, self._server = prompts, limits, shared.server
-        self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
+        self._episodes, self._server = episodes, shared.server
+        self._by_number: dict[int, Session] = {}
         self._left: dict[str, Session] = {}  # by name, of rows that have not ended
         self._by_ticket: dict[int, Session] = {}  # of agents that run
         self._waiting = deque[Session]()  # rows whose agents do not run yet
@@ -121,10 +121,29 @@ class Sessions:
 
     def begin(self, rows: ReplicaRows) -> None:
         self._rows = rows
-        self._waiting.extend(self._new(record) for record in rows.records)
-        self._by_number = list(self._waiting)
-        self._left = {session.name: session for session in self._waiting}
+        self.admit(rows.records, [self._episodes[record.of_rollout] for record in rows.records])
+
+    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
+        new = list(map(self._new, records, episodes))
+        self._waiting.extend(new)
+        self._by_number |= {session.record.number: session for session in new}
+        self._left |= {session.name: session for session in new}
         self._run_waiting()
+
+    def pause(self) -> None:
+        self._pool.set_aside(self._by_ticket)
+        self._server.set_aside(self._left)
+        self._times.pause()
+        self._failures.end()
+
+    def resume(self) -> None:
+        self._pool.take_back(self._by_ticket)
+        self._server.take_back()
+        self._times.resume(session.record for session in self._left.values())
+        self._failures = Failures(self._config, self._shared.rank)
+
+    def abandon(self) -> None:
+        self._pool.finish_all(session.record.worker for session in self._left.values())
 
     def said(self, row: RowRecord, branch: int, turn: Response) -> None:
         session, shared, sequence = self._by_number[row.number], self._shared, row.sequences[branch]
@@ -149,8 +168,8 @@ class Sessions:
                 tells_usage=asked.tells_usage,
             )
             self._server.answer(request, answer)
-            messages = [*(sequence.transcript.messages or ()), message]
-            sequence.transcript = replace(sequence.transcript, messages=messages)
+            transcript = sequence.transcript
+            sequence.transcript = replace(transcript, messages=[*(transcript.messages or ()), message])
         of_sequence.request, of_sequence.answered = None, request
         if not session.open_requests:
             row.waiting_since = time.monotonic()
@@ -194,13 +213,9 @@ class Sessions:
 
     # ---- agents
 
-    def _new(self, record: RowRecord) -> Session:
-        number = self._prompt_of[record.of_rollout]
-        columns = {name: values[number] for name, values in self._prompts.columns.items()}
-        messages = self._prompts.conversations[number] if self._prompts.conversations else None
-        if messages is not None:
-            columns[self._shared.prompt_key] = messages
-        record.columns, record.limit = columns, self._limits.for_length(int(self._prompts.lengths[number]))
+    def _new(self, record: RowRecord, episode: Episode) -> Session:
+        prompt = {} if episode.messages is None else {self._shared.prompt_key: episode.messages}
+        record.columns, record.limit = {**episode.columns, **prompt}, episode.limit
         return Session(record, f"{record.of_rollout}-{secrets.token_hex(8)}", bool(record.sequences[0].prompt))
 
     def _run_waiting(self) -> None:
@@ -209,8 +224,7 @@ class Sessions:
             about_to_ask = sum(not session.record.turn for session in self._by_ticket.values())
             if self._rows.num_speaking + about_to_ask >= self._rows.room:
                 return
-            session = self._waiting.popleft()
-            record = session.record
+            record = (session := self._waiting.popleft()).record
             record.worker, session.ticket = self._pool.run(self._server.base_url(session.name), record.columns)
             session.starts += 1
             record.begun = record.waiting_since = time.monotonic()
@@ -240,7 +254,7 @@ class Sessions:
         for request in session.open_requests:
             self._gone(request)
         self._answered(session)
-        assert session.record.worker is not None, "the agent ran"
+        assert session.record.worker is not None
         self._pool.finish(session.record.worker)
         session.record.worker = None
         self._waiting.append(session)
@@ -263,8 +277,8 @@ class Sessions:
                 used = f"data.environment.max_turns = {session.record.turn} turns are used up"
                 self._refuse(request, "turns_used_up", used)
                 return
-            sequences, new = session.record.sequences, shared.new_tokens(session.record.columns)
-            branch, ids = place_of(sequences, asked, new, several=shared.several)
+            new = shared.new_tokens(session.record.columns)
+            branch, ids = place_of(session.record.sequences, asked, new, several=shared.several)
             check_token_ids(ids, "the request", shared.continues.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
@@ -290,14 +304,14 @@ class Sessions:
         record, most = session.record, self._config.max_turn_tokens
         sequence = record.sequences[branch] if branch < len(record.sequences) else RowSequence()
         opening = sequence.opening or len(ids)
-        too_long, left = self._room(session, opening, branch)
+        too_long, left = session.room(opening, branch, self._shared.max_prompt_length, several=self._shared.several)
         left -= sequence.num_tokens + len(ids) - opening
         if too_long or left < 1:
             session.spent = record.answered
             self._refuse(request, "context_length_exceeded", too_long or NO_ROOM)
             return
-        session.number, session.spent = session.number + 1, False
         self._answered(session)
+        session.number, session.spent = session.number + 1, False
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
         self._rows.apply(TurnEvent(record.number, tuple(ids), min(limits), branch=branch))
         if branch == len(session.requests):
@@ -307,17 +321,6 @@ class Sessions:
         sequence.before = talk = sequence.transcript
         messages, fields = (asked.messages, asked.fields) if isinstance(asked, Asked) else (None, talk.fields)
         sequence.transcript = replace(talk, messages=messages, fields=fields)
-
-    def _room(self, session: Session, num_opening: int, branch: int) -> tuple[str, int]:
-        """Why a sequence may not begin with so many tokens, nothing where it may; and how many may follow these.
-
-        All sequences of a row have the same room, but for one that goes on from a prompt of the data file.
-        """
-        most, limit = self._shared.max_prompt_length, session.record.limit
-        if self._shared.several and (branch or not session.has_prompt):
-            return "", most + limit - num_opening
-        problem = f"the request has {num_opening} tokens, more than data.max_prompt_length = {most}"
-        return problem if num_opening > most else "", limit
 
     def _gone(self, request: ChatRequest) -> None:
         """Nobody waits for the answer: the turn goes, and the same request may come again."""
@@ -357,7 +360,7 @@ class Sessions:
         self._answered(session)
         for request in session.open_requests:
             self._refuse(request, "row_ended", "the row of this URL has ended")
-        del self._left[session.name]
+        del self._left[session.name], self._by_number[session.record.number]
         if session.ticket is not None:
             self._by_ticket.pop(session.ticket, None)
         if session.record.worker is not None:

@@ -108,14 +108,6 @@ def _check_partial(config: StaleConfig, partial: PartialRollouts) -> None:
             f"{key}: more responses go on than later iterations train on before the responses are older than "
             f"rollout.max_staleness = {config.rollout.max_staleness}: oversample is 1 + max_staleness at most"
         )
-    if config.data.environment is not None:
-        raise ValueError(
-            f"rollout.partial: {config.data.environment.field} has rows that nobody can stop within a turn"
-        )
-    if config.algorithm.policy.replay_routing:
-        raise ValueError(
-            "rollout.partial: algorithm.policy.replay_routing = true would need the experts of earlier weights"
-        )
     if config.rollout.score_while_waiting:
         raise ValueError("rollout.partial: rollout.score_while_waiting = true needs to know which rows come")
     neutral = {

@@ -26,7 +26,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.engine import Response
 from hybridflow.rollout.rows import Message, ReplicaRows, RowRecord, RowSequence, Transcript, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import TurnCounts
+from hybridflow.rollout.turns import Episode, TurnCounts, episodes_of_rows
 
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
 
@@ -56,13 +56,14 @@ class Continues(Protocol):
 
 @dataclass
 class Conversation:
-    """What a class makes of a row. branch: the last of the row's sequences, which goes on.
+    """What a class makes of a row. episode: what the row begins with. branch: the last sequence, which goes on.
 
     tickets: of the calls to the row's instance that are under way; start: of the first call. text: the last turn.
     last: the call that is under way ends the row. problem: why the row fails once the model has ended a turn.
     """
 
     record: RowRecord
+    episode: Episode
     start: int = -1
     tickets: set[int] = field(default_factory=set)
     starts: int = 0
@@ -114,23 +115,15 @@ class Environments:
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> "Conversations":
         """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. seed: of the generation."""
-        return Conversations(self, prompts, counts, limits, seed)
+        return Conversations(self, episodes_of_rows(prompts, counts, limits, seed))
 
 
 class Conversations:
-    """Of this rank's rows of one rollout."""
+    """Of this rank's rows of one rollout, or of all partial ones. episodes: of a rollout's rows."""
 
-    def __init__(
-        self,
-        shared: Environments,
-        prompts: PromptBatch,
-        counts: Tensor,
-        limits: LengthBuckets[int],
-        seed: Sequence[int],
-    ) -> None:
+    def __init__(self, shared: Environments, episodes: Sequence[Episode]) -> None:
         self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
-        self._prompts, self._limits, self._seed = prompts, limits, tuple(seed)
-        self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
+        self._episodes = episodes
         self._waiting = deque[Conversation]()  # rows that have not begun
         self._under_way: dict[int, Conversation] = {}  # by number
         self._by_ticket: dict[int, Conversation] = {}  # of calls under way
@@ -140,8 +133,24 @@ class Conversations:
 
     def begin(self, rows: ReplicaRows) -> None:
         self._rows = rows
-        self._waiting.extend(self._new(record) for record in rows.records)
+        self.admit(rows.records, [self._episodes[record.of_rollout] for record in rows.records])
+
+    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
+        self._waiting.extend(map(self._new, records, episodes))
         self._begin_waiting()
+
+    def pause(self) -> None:
+        self._pool.set_aside(self._by_ticket)
+        self._times.pause()
+        self._failures.end()
+
+    def resume(self) -> None:
+        self._pool.take_back(self._by_ticket)
+        self._times.resume(conversation.record for conversation in self._under_way.values())
+        self._failures = Failures(self._config, self._shared.rank)
+
+    def abandon(self) -> None:
+        self._pool.finish_all(conversation.record.worker for conversation in self._under_way.values())
 
     def said(self, row: RowRecord, branch: int, turn: Response) -> None:
         conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
@@ -196,14 +205,11 @@ class Conversations:
         ]
         return replace(found, calls=tuple(calls))
 
-    def _new(self, record: RowRecord) -> Conversation:
-        prompt = self._prompt_of[record.of_rollout]
-        record.columns = {name: values[prompt] for name, values in self._prompts.columns.items()}
-        record.limit = self._limits.for_length(int(self._prompts.lengths[prompt]))
-        messages = self._prompts.conversations[prompt]
-        assert messages is not None, "the prompt of a row with an environment is a conversation"
-        record.sequences[0].transcript = Transcript(list(messages))
-        return Conversation(record)
+    def _new(self, record: RowRecord, episode: Episode) -> Conversation:
+        record.columns, record.limit = episode.columns, episode.limit
+        assert episode.messages is not None, "the prompt of a row with an environment is a conversation"
+        record.sequences[0].transcript = Transcript(list(episode.messages))
+        return Conversation(record, episode)
 
     def _begin_waiting(self) -> None:
         """Rows begin when the engine has room for a turn, and the processes for an instance."""
@@ -218,8 +224,7 @@ class Conversations:
     def _start(self, conversation: Conversation) -> None:
         """An instance."""
         record, conversation.starts = conversation.record, conversation.starts + 1
-        seed = ",".join(map(str, (*self._seed, self._prompt_of[record.of_rollout])))
-        record.worker, conversation.start = self._pool.start(record.columns, seed=seed)
+        record.worker, conversation.start = self._pool.start(record.columns, seed=conversation.episode.seed)
         self._expect(conversation, conversation.start)
 
     def _call(self, conversation: Conversation, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
@@ -238,7 +243,7 @@ class Conversations:
         conversation.tickets.discard(ticket)
         problem, record = answer.problem, conversation.record
         if ticket == conversation.start and not problem:
-            if answer.value["messages"] != self._prompts.conversations[self._prompt_of[record.of_rollout]]:
+            if answer.value["messages"] != conversation.episode.messages:
                 problem = "start gave other messages than before for the same row: it has to depend on the row alone"
         elif answer.lost and record.turn == 1 and record.waiting_since is None and conversation.starts < MOST_STARTS:
             self._start(conversation)  # the process has ended, and the instance had not heard of a turn

@@ -10,7 +10,8 @@ row, ticket = agents.run("http://127.0.0.1:4711/...", {"question": "1+1"})
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.config.environment import EnvironmentConfig
@@ -24,6 +25,7 @@ from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
 
 START_SECONDS = 300.0  # in which a process may import what its agents need
+FINISH_SECONDS = 10.0  # in which what is left at the end of a run may end
 
 
 class RowPool(Pool):
@@ -53,6 +55,24 @@ class RowPool(Pool):
         for ticket in self._kept.keys() & found.keys():
             self._kept[ticket] = found.pop(ticket)
         return {ticket: answer for ticket, answer in found.items() if ticket not in ended or answer.printed}
+
+    def set_aside(self, tickets: Iterable[int]) -> None:
+        """Whoever waits for these answers does not ask for a while: nobody else gets them."""
+        self._kept |= dict.fromkeys(tickets)
+
+    def take_back(self, tickets: Iterable[int]) -> None:
+        """`answers` has those that have come since, and those that come."""
+        found = {ticket: self._kept.pop(ticket) for ticket in tickets}
+        self._answers |= {ticket: answer for ticket, answer in found.items() if answer is not None}
+
+    def finish_all(self, rows: Iterable[int | None]) -> None:
+        """End these rows, and wait a little until their processes have done so: nothing else is asked."""
+        until = time.monotonic() + FINISH_SECONDS
+        for row in rows:
+            if row is not None:
+                self.finish(row)
+        while self._closing and (left := until - time.monotonic()) > 0:
+            self.answers(left)
 
     def _begun(self, message: Mapping[str, Any], seconds: float | None = None) -> tuple[int, int]:
         """A new row and the ticket of the first call."""
@@ -171,7 +191,8 @@ def _spec(config: EnvironmentConfig, file: str | None) -> FunctionSpec:
         per="row",
         timeout_seconds=math.inf if is_agent else config.call_seconds,
         awaited=is_agent,
-        concurrency=2 * config.concurrency if is_agent else 1,  # with the calls that end rows
+        # with the calls that end rows, and rows that wait while others are evaluated
+        concurrency=3 * config.concurrency if is_agent else 1,
         background=False,
         affine=True,
     )

@@ -1,9 +1,11 @@
 """How long rows of a rollout may take."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hybridflow.config.environment import EnvironmentConfig
+from hybridflow.rollout.rows import RowRecord
 
 KEY = "data.environment"
 MOST_STARTS = 3  # of a row whose process ends before anything of the model was heard there
@@ -12,11 +14,26 @@ LOOK_SECONDS = 0.1  # between two looks at the limits of rows
 
 @dataclass
 class TimeLimits:
-    """Of one rollout, which begins when this is made. Each tells why something has taken too long; nothing else."""
+    """Of one rollout, which begins when this is made. Each tells why something has taken too long; nothing else.
+
+    paused: since when the engine does something else.
+    """
 
     config: EnvironmentConfig
     begun: float = field(default_factory=time.monotonic)
     looked: float = 0.0
+    paused: float = 0.0
+
+    def pause(self) -> None:
+        self.paused = time.monotonic()
+
+    def resume(self, rows: Iterable[RowRecord]) -> None:
+        """The next part of partial rollouts begins. What has passed since `pause` is no time of the rows."""
+        self.begun = time.monotonic()
+        for row in rows:
+            row.begun += self.begun - self.paused
+            if row.waiting_since is not None:
+                row.waiting_since += self.begun - self.paused
 
     def are_due(self) -> bool:
         """Whether nobody has looked at the limits for a while; now somebody does."""

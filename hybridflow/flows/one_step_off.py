@@ -10,6 +10,7 @@ nobody trains, and the last iteration makes no next rollout.
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,9 +175,11 @@ class OneStepOffGeneration(Generation):
             assert planned.asked is not None, "nobody has been asked for it"
             self._hooks.show(f"iteration {self._iteration}: waiting for the engines")
             self._orders.give("hand_over")
+            begun = time.perf_counter()
             rollout = self.generator.gathered(planned.asked, RowResponses())
+            waited = {"time/trainers_wait_seconds": time.perf_counter() - begun}
             planned.rollout = replace(rollout, versions=versions_of(rollout, planned.version))
-            planned.report = EngineReport.exchanged(self._everyone, {}, self._no_turns())
+            planned.report = EngineReport.exchanged(self._everyone, waited, self._no_turns())
             if planned.report.largest["told to end"]:
                 self._stop()
         return planned.rollout

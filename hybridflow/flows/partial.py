@@ -22,7 +22,8 @@ from hybridflow.flows.draws import PromptDraw, PromptDraws
 from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greedy, Sampled
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
-from hybridflow.rollout.partial import PartialGroup, PartialRow, UnderWay, rollout_of_groups
+from hybridflow.rollout.generation import check_rows
+from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, experts_of_groups, rollout_of_groups
 
 CACHE = "kv_cache_bytes"
 ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
@@ -52,7 +53,8 @@ class PartialGeneration(Generation):
         self._most = ceil(config.rollout.partial.oversample * self._wanted)
         self._under_way = UnderWay() if under_way is None else UnderWay.of_tensors(under_way)
         self._before = self._saved()  # of the iteration
-        self._iteration = 0
+        self._iteration = self._open_tokens = 0
+        self._prompts: dict[int, PromptBatch] = {}  # of groups under way, by position in the run
         self._bytes_before = None if under_way is None else int(under_way[CACHE])
 
     # ---- prompts
@@ -64,6 +66,7 @@ class PartialGeneration(Generation):
         for place, (number, ids) in enumerate(zip(draw.numbers, draw.batch.token_lists(), strict=True)):
             rows = [PartialRow() for _ in range(samples[place])]
             self._under_way.groups.append(PartialGroup(number, draw.first + place, self._iteration, ids, rows))
+            self._prompts[draw.first + place] = draw.batch.select([place])
         return draw
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
@@ -83,22 +86,35 @@ class PartialGeneration(Generation):
         """The groups that are whole first: `taken` has their prompts. Errors: FlowError."""
         if list(kinds) != [SAMPLED] or self._num_sampled:
             raise FlowError(f"{ONE_ROLLOUT} one sampled rollout after each draw, and nothing else")
+        self._read_again()
         with self.engine_awake(), self._watch.phase("generate"):
-            self.generator.generate_partly(
+            self._open_tokens = self.generator.generate_partly(
                 self._under_way,
+                self._prompts,
                 wanted=self._wanted,
                 iteration=iteration,
                 max_staleness=self._config.rollout.max_staleness,
             )
         groups = self._under_way.take(self._wanted)
         self._num_sampled = 1
-        numbers = tuple(group.number for group in groups)
-        prompts = self.at(numbers)
-        self.taken = numbers, prompts
+        prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
+        self.taken = tuple(group.number for group in groups), prompts
         rollout = rollout_of_groups(groups, prompts)
+        records = None if self._roles.actor is None else self._roles.actor.records
+        if records is not None:
+            rollout = records.take(rollout, experts_of_groups(groups, records.sizes))
+        check_rows(rollout)
         self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)
         return (rollout,)
+
+    def _read_again(self) -> None:
+        """The prompts of groups that a checkpoint has. Collective over the world where an environment begins rows."""
+        unread = [group for group in self._under_way.groups if group.position not in self._prompts]
+        if not unread:
+            return
+        prompts = self.at([group.number for group in unread])
+        self._prompts |= {group.position: prompts.select([place]) for place, group in enumerate(unread)}
 
     # ---- what is kept
 
@@ -111,10 +127,16 @@ class PartialGeneration(Generation):
 
     def notes(self) -> list[str]:
         """What the user should know of a start that goes on with rows under way."""
-        now = self.generator.kv_cache.whole
+        now, lines = self.generator.kv_cache.whole, []
+        begun_again = sum(row.state == RUNNING for group in self._under_way.groups for row in group.rows)
+        if begun_again and self._config.data.environment is not None:
+            lines.append(
+                f"rollout.partial: {begun_again} rows had not ended when the run was interrupted. Their environments "
+                "ended with the run: these rows start again from their prompts"
+            )
         if self._bytes_before in (None, now):
-            return []
-        return [
+            return lines
+        return lines + [
             f"rollout.partial: the KV cache has {now:,} bytes a rank, and had {self._bytes_before:,} before. Where "
             "rows wait for blocks, other groups may be whole first than in a run that was not interrupted. "
             "rollout.kv_cache_gib fixes the size"
@@ -129,5 +151,10 @@ class PartialGeneration(Generation):
         rows = [row for group in self._under_way.groups for row in group.rows]
         return {
             "rollout/groups_under_way": float(len(self._under_way.groups)),
-            "rollout/tokens_under_way": float(sum(len(row.token_ids) for row in rows)),
+            "rollout/tokens_under_way": float(sum(len(row.token_ids) for row in rows) + self._open_tokens),
         }
+
+    def end(self, *, saved: bool | None) -> None:
+        """See `Generation`."""
+        if self.generator.turns is not None:
+            self.generator.turns.end_rows()

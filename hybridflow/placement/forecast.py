@@ -221,7 +221,8 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: in
 
 
 def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> int:
-    if not second_runner(config.sampling, cuda=True, pp=pp):
+    cuts = config.algorithm.policy.replay_routing and config.rollout.partial is not None
+    if not second_runner(config.sampling, cuda=True, pp=pp, cuts_routes=cuts):
         return 0
     return sampler_bytes(actor, sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True))
 

@@ -16,6 +16,7 @@ LARGEST = (
     "rollout/preemptions",
     "time/generate_seconds",
     "time/engines_wait_seconds",
+    "time/trainers_wait_seconds",
     "reshard/seconds",
     "reshard/bytes_received",
     "reshard/bytes_permuted",
@@ -38,7 +39,7 @@ class EngineReport:
 
     @classmethod
     def exchanged(cls, exchange: Exchange, own: Mapping[str, float], turns: Sequence[float]) -> "EngineReport":
-        """Of all ranks, in two collectives. own: what this rank has measured; nothing without an engine."""
+        """Of all ranks, in two collectives. own: what this rank has measured."""
         device = exchange.device
         largest = torch.tensor([own.get(name, 0.0) for name in LARGEST], dtype=torch.float64, device=device)
         summed = torch.tensor([*(own.get(name, 0.0) for name in SUMMED), *turns], dtype=torch.float64, device=device)
@@ -57,7 +58,8 @@ class EngineReport:
 
     def joined(self, other: "EngineReport") -> "EngineReport":
         """Of both rollouts together: seconds and counts of work add up."""
-        adds = ("time/generate_seconds", "time/engines_wait_seconds", "reshard/seconds", "rollout/preemptions")
+        waits = ("time/engines_wait_seconds", "time/trainers_wait_seconds")
+        adds = ("time/generate_seconds", *waits, "reshard/seconds", "rollout/preemptions")
         largest = {
             name: value + other.largest[name] if name in adds else max(value, other.largest[name])
             for name, value in self.largest.items()

@@ -135,6 +135,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "time/reward_model_update_seconds": ("Time of reward model steps", "s"),
     "time/scored_while_waiting_seconds": ("Time of scoring during generation", "s"),
     "time/engines_wait_seconds": ("Time the engine waited for its next rollout", "s"),
+    "time/trainers_wait_seconds": ("Time the models waited for the rollout", "s"),
     "time/idle_fraction": ("Time ranks waited for others", "share"),
     "time/wait_fraction_mean": ("Time in collectives, mean of ranks", "share"),
     "time/wait_fraction_max": ("Time in collectives, of the rank with most", "share"),

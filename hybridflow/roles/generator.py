@@ -18,7 +18,7 @@ from hybridflow.architecture.flops import forward_flops
 from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.errors import EnvironmentProblem, RewardError
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -40,13 +40,15 @@ from hybridflow.rollout.generation import (
     RolloutListener,
     RolloutRequest,
     RowResponses,
+    check_rows,
     replica_responses,
     whole_rollout,
 )
-from hybridflow.rollout.partial import Segment, UnderWay, replica_segments, whole_segments
+from hybridflow.rollout.partial import Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
 from hybridflow.rollout.runner import second_runner
+from hybridflow.rollout.segments import replica_segments, whole_segments, with_experts
 from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
 
 
@@ -133,7 +135,8 @@ class Generator:
 
     def _hooks_routers(self) -> bool:
         """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
-        second = second_runner(self._placed.config.sampling, cuda=self._placed.cuda, pp=self.layout.pp)
+        config, cuda, cuts = self._placed.config, self._placed.cuda, self._placed.config.rollout.partial is not None
+        second = second_runner(config.sampling, cuda=cuda, pp=self.layout.pp, cuts_routes=cuts)
         return self.routing is not None and not second
 
     def _sized_cache(self) -> KVCacheSize:
@@ -287,25 +290,41 @@ class Generator:
         )
         return self.gathered(asked, self.responses(asked, releasing))
 
-    def generate_partly(self, under_way: UnderWay, *, wanted: int, iteration: int, max_staleness: int) -> None:
+    def generate_partly(
+        self,
+        under_way: UnderWay,
+        prompts: Mapping[int, PromptBatch],
+        *,
+        wanted: int,
+        iteration: int,
+        max_staleness: int,
+    ) -> int:
         """Go on with groups until `wanted` of them are whole, and add what came to the rows. Collective over the world.
 
-        The engine is awake, with the weights that iteration `iteration` begins with.
+        The engine is awake, with the weights that iteration `iteration` begins with. prompts: of the groups, one each,
+        by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
         config, own = self._placed.config, dict[tuple[int, int], Segment]()
-        work = under_way.work(
-            len(self.layout.replicas),
-            wanted=wanted,
-            iteration=iteration,
-            max_staleness=max_staleness,
-            sampling=config.sampling,
-        )
+        limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
+        stays = self.turns is not None
+        work = under_way.work(len(self.layout.replicas), **limits, sampling=config.sampling, stays=stays)
         if self.engine is not None:
-            part = work[self.layout.coordinates(self._platform.rank).replica]
+            part, params = work[self.layout.coordinates(self._platform.rank).replica], self.params["sampled"]
             requests = under_way.requests(part.groups, config.seed, config.sampling)
-            own = replica_segments(self.engine, self.params["sampled"], requests, part)
+            if self.turns is None:
+                own = replica_segments(self.engine, params, requests, part)
+            else:
+                new = self.turns.new_rows(under_way, requests, prompts, config.sampling.limits, config.seed)
+                own = self.turns.segments(self.engine, params, under_way, part, new, version=iteration - 1)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
-        under_way.add(whole_segments(under_way, contributed, self._exchange), iteration - 1)
+        num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
+        whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
+        if self.routing is not None:
+            whole = with_experts(under_way, whole, own, self.routing, self._exchange)
+        under_way.add(whole, iteration - 1)
+        if self.turns is None:
+            return 0
+        return int(self._exchange.sum(torch.tensor(self.turns.num_open_tokens, device=self._exchange.device)))
 
     def ask(
         self,
@@ -343,11 +362,8 @@ class Generator:
         contributed = own if self.layout.contributes(self._platform.rank) else RowResponses()
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         rollout = whole_rollout(asked.request, contributed, exchange=self._exchange, num_rewards=num_rewards)
-        if asked.temperature is None and rollout.failed.all():
-            raise RewardError(
-                f"data.environment: all {len(rollout)} rows of a rollout have failed: there is nothing to train on, "
-                f"and the lines before say why"
-            )
+        if asked.temperature is None:
+            check_rows(rollout)
         records = self._actor.records if asked.temperature is None else None  # nothing is trained on the others
         if records is None:
             return rollout

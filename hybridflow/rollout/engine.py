@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class Response:
 
     sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
     that has failed. branch_starts: where in `token_ids` further sequences of the row begin, prompts included.
+    versions: of the actor, one a token, where the response came in several turns.
     """
 
     token_ids: list[int]
@@ -46,6 +47,7 @@ class Response:
     sampled: list[bool] = field(default_factory=list)
     rewards: tuple[float, ...] = ()
     branch_starts: tuple[int, ...] = ()
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class RolloutEngine:
         from hybridflow.rollout.loader import LOAD_FORMAT
 
         device = engine_device()
-        second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
+        cuts = routing is not None and config.partial is not None
+        second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp, cuts_routes=cuts)
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
@@ -129,9 +132,11 @@ class RolloutEngine:
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
-        self._routing = None if routing is None or place.tp > 0 else self._recorder(routing, hooked=hooked)
+        self._routing = self._recorder(routing if place.tp == 0 else None, hooked=hooked)
 
-    def _recorder(self, routing: RoutingSizes, *, hooked: bool) -> RoutingRecorder:
+    def _recorder(self, routing: RoutingSizes | None, *, hooked: bool) -> RoutingRecorder | None:
+        if routing is None:
+            return None
         return SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)
 
     def close(self) -> None:
@@ -212,7 +217,7 @@ class RolloutEngine:
         while self.is_busy:
             for output in self.step():
                 number = int(output.request_id)
-                yield number, self._response(output.outputs[0], requests[number].prompt, names[number])
+                yield number, self.response(output.outputs[0], requests[number].prompt, names[number])
             stepped()
         self.wait_until_idle()
 
@@ -239,26 +244,23 @@ class RolloutEngine:
         """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
         self._engine.abort_request([name])
 
-    def finished(self) -> Iterator[tuple[str, Response]]:
-        """Take a step: the requests that it has finished, by the names that `add` was given."""
-        for output in self.step():
-            yield output.request_id, response_of(output.outputs[0])
+    def abort_all(self) -> list[tuple[str, Response]]:
+        """All requests end: by the names that `add` was given what each has so far.
 
-    def abort_all(self) -> list[tuple[str, list[int], list[float]]]:
-        """All requests end: by name the tokens, and their log-probs, that each has so far.
-
-        vLLM has no output for an aborted request. All ranks of a replica do it after the same step.
+        vLLM has no output for an aborted request. All ranks of a replica do it after the same step. There are no
+        experts of a request that waits for blocks: those that it had are others' by now.
         """
-        processor: Any = self._engine.output_processor
-        found = [
-            (
-                state.external_req_id,
-                list(state.detokenizer.output_token_ids),
-                list(state.logprobs_processor.logprobs.logprobs),
-            )
-            for state in processor.request_states.values()
-        ]
-        self._engine.abort_request([name for name, _, _ in found])
+        processor, core = (cast(Any, x) for x in (self._engine.output_processor, self._engine.engine_core))
+        computed = {request.request_id for request in core.engine_core.scheduler.running}
+        found = []
+        for name, state in processor.request_states.items():
+            token_ids, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+            response = Response(list(token_ids), list(log_probs), truncated=False)
+            if token_ids and name in computed and isinstance(self._routing, SlotRecorder):
+                num_tokens = state.prompt_len + len(token_ids) - 1
+                response = replace(response, experts=self._routing.experts(name, None, num_tokens))
+            found.append((state.external_req_id, response))
+        self._engine.abort_request([name for name, _ in found])
         while self.is_busy:
             self.step()
         return found
@@ -279,7 +281,8 @@ class RolloutEngine:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
         self._platform.synchronize()
 
-    def _response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Response:
+    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Response:
+        """Of a request that the last step has finished. name: that `add` gave."""
         found = response_of(output)
         if self._routing is None:
             return found

@@ -27,6 +27,7 @@ from hybridflow.batch import (
 )
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
+from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
@@ -202,6 +203,15 @@ def whole_rollout(
     return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
 
 
+def check_rows(rollout: RolloutBatch) -> None:
+    """Errors: RewardError where no row can be trained on."""
+    if rollout.failed.all():
+        raise RewardError(
+            f"data.environment: all {len(rollout)} rows of a rollout have failed: there is nothing to train on, "
+            f"and the lines before say why"
+        )
+
+
 def flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
     """One tensor of all numbers: `i` int32, `f` float32. No object is made for a number, as torch.tensor does."""
     found = array(code)
@@ -211,14 +221,16 @@ def flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
 
 
 def _flags(responses: Iterable[Response]) -> Tensor:
-    """uint8, of each token: whether the policy chose it, and whether a branch begins with it."""
-    found = bytearray()
-    for response in responses:
-        flags = bytearray(response.sampled) if response.sampled else bytearray([SAMPLED]) * len(response.token_ids)
-        for start in response.branch_starts:
-            flags[start] |= BEGINS
-        found += flags
-    return torch.from_numpy(np.asarray(found, dtype=np.uint8))
+    """uint8, of each token."""
+    return torch.from_numpy(np.asarray(bytearray().join(map(response_flags, responses)), dtype=np.uint8))
+
+
+def response_flags(response: Response) -> bytearray:
+    """Of each token: whether the policy chose it, and whether a branch begins with it."""
+    flags = bytearray(response.sampled) if response.sampled else bytearray([SAMPLED]) * len(response.token_ids)
+    for start in response.branch_starts:
+        flags[start] |= BEGINS
+    return flags
 
 
 def joined_rollout(

@@ -2,8 +2,7 @@
 
     under_way = UnderWay(groups)                               # the same on all ranks
     work = under_way.work(num_replicas, iteration, ...)        # pure: who generates what, and until when
-    own = replica_segments(engine, params, work.of_replicas[r], ...)
-    under_way.add(segments, version)                           # of all replicas
+    under_way.add(segments, version)                           # of all replicas, see `rollout.segments`
     groups = under_way.take(number)                            # whole ones, the first in the order of the draw
 
 A group is all responses to a prompt. A replica stops at the first engine step at which its share of groups is whole,
@@ -11,9 +10,9 @@ among them those that a later iteration could not train on any more (`max_stalen
 no clock says what is trained on. Nothing is discarded, since what is discarded is mostly long.
 """
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,14 +20,14 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.parallel.exchange import Exchange, PartialTensor
-from hybridflow.parallel.platform import preserved_random_state
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout.engine import Request, RolloutEngine
-from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, flat, joined_rollout
+from hybridflow.rollout.engine import Request
+from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
+from hybridflow.rollout.routing_records import EXPERTS
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
-    from vllm import SamplingParams
+    pass
 
 RUNNING, ENDED, CUT = 0, 1, 2  # of a row
 
@@ -42,13 +41,16 @@ class PartialRow:
     versions: list[int] = field(default_factory=list)  # of the actor, one a token
     segments: int = 0
     state: int = RUNNING
+    flags: list[int] = field(default_factory=list)  # one a token, as `generation.response_flags` has them
+    rewards: list[float] = field(default_factory=list)  # of an environment
+    experts: Tensor | None = field(default=None, compare=False)  # (prompt + response - 1, layers, k) of the engine
 
 
 @dataclass
 class PartialGroup:
     """The responses to a prompt. number: of the prompt in the data set; position: in the run, for seeds.
 
-    iteration: in which the group was admitted.
+    iteration: in which the group was admitted. replica: that has the rows' environments; None: any may go on.
     """
 
     number: int
@@ -56,6 +58,7 @@ class PartialGroup:
     iteration: int
     prompt: list[int]
     rows: list[PartialRow]
+    replica: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -64,11 +67,19 @@ class PartialGroup:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one call of the engine adds to a row."""
+    """What one call of the engine adds to a row. flags: none where all tokens are sampled.
+
+    experts: of the tokens that the row has no experts of yet.
+    versions: none where all are of the present actor. Of a row with an environment it is the whole response.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     state: int
+    flags: Sequence[int] = ()
+    versions: Sequence[int] = ()
+    rewards: Sequence[float] = ()
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,13 +101,27 @@ class UnderWay:
         self.groups = list(groups)
 
     def work(
-        self, num_replicas: int, *, wanted: int, iteration: int, max_staleness: int, sampling: SamplingConfig
+        self,
+        num_replicas: int,
+        *,
+        wanted: int,
+        iteration: int,
+        max_staleness: int,
+        sampling: SamplingConfig,
+        stays: bool = False,
     ) -> list[ReplicaWork]:
-        """What each replica does so that `wanted` groups are whole: nearly equal costs, by the tokens that may come."""
+        """What each replica does so that `wanted` groups are whole: nearly equal costs, by the tokens that may come.
+
+        stays: a group stays with the replica that it has begun on.
+        """
         open_groups = [place for place, group in enumerate(self.groups) if not group.is_whole]
         urgent = set(range(self._num_urgent(wanted, iteration, max_staleness)))
         costs = [self._cost(self.groups[place], sampling) for place in open_groups]
-        dealt = [[open_groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
+        if stays:
+            self._assign(dict(zip(open_groups, costs, strict=True)), num_replicas)
+            dealt = [[i for i in open_groups if self.groups[i].replica == replica] for replica in range(num_replicas)]
+        else:
+            dealt = [[open_groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
         missing = wanted - (len(self.groups) - len(open_groups))
         shares = _shares(missing, [len(part) for part in dealt])
         return [
@@ -113,6 +138,14 @@ class UnderWay:
         last = [group.iteration + max_staleness for group in self.groups]
         horizons = range(max_staleness + 1)
         return max(0, *(sum(x <= iteration + ahead for x in last) - ahead * wanted for ahead in horizons))
+
+    def _assign(self, costs: Mapping[int, int], num_replicas: int) -> None:
+        """New groups to the replicas that have least, in the order of the draw. costs: by place."""
+        loads = [0] * num_replicas
+        for place in sorted(costs, key=lambda place: self.groups[place].replica is None):
+            group = self.groups[place]
+            group.replica = loads.index(min(loads)) if group.replica is None else group.replica
+            loads[group.replica] += costs[place]
 
     def _cost(self, group: PartialGroup, sampling: SamplingConfig) -> int:
         limit = sampling.limits.for_length(len(group.prompt))
@@ -140,7 +173,12 @@ class UnderWay:
             row = self.groups[place].rows[sample]
             row.token_ids += segment.token_ids
             row.log_probs += segment.log_probs
-            row.versions += [version] * len(segment.token_ids)
+            row.versions += segment.versions or [version] * len(segment.token_ids)
+            row.flags += segment.flags or [SAMPLED] * len(segment.token_ids)
+            row.rewards += segment.rewards
+            if segment.experts is not None:
+                before = segment.experts[:0] if row.experts is None else row.experts
+                row.experts = torch.cat([before, segment.experts])
             row.segments, row.state = row.segments + 1, segment.state
 
     def take(self, number: int) -> list[PartialGroup]:
@@ -153,8 +191,10 @@ class UnderWay:
     # ---- as tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a file: int64 of groups and rows, and of tokens int64 and float32. Prompts are tokens, too."""
+        """For a file: int64 of groups, rows and tokens; float32 of log-probs and rewards. Prompts are tokens, too."""
         rows = [row for group in self.groups for row in group.rows]
+        experts = [row.experts for row in rows if row.experts is not None]
+        nothing = [math.nan] * max((len(row.rewards) for row in rows), default=0)
         of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
         return {
             "groups": torch.tensor(of_groups, dtype=torch.int64).view(-1, 5),
@@ -165,6 +205,9 @@ class UnderWay:
             "token_ids": torch.tensor([i for row in rows for i in row.token_ids], dtype=torch.int64),
             "log_probs": torch.tensor([x for row in rows for x in row.log_probs], dtype=torch.float32),
             "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
+            "flags": torch.tensor([flag for row in rows for flag in row.flags], dtype=torch.uint8),
+            "rewards": torch.tensor([row.rewards or nothing for row in rows], dtype=torch.float32),
+            **({EXPERTS: torch.cat(experts)} if experts else {}),
         }
 
     @classmethod
@@ -172,18 +215,30 @@ class UnderWay:
         """What `tensors` gave."""
         groups, sizes = tensors["groups"].tolist(), tensors["rows"].tolist()
         counts = [count for count, _, _ in sizes]
-        parts = [tensors[name].split(counts) for name in ("token_ids", "log_probs", "versions")]
+        names = ("token_ids", "log_probs", "versions", "flags")
+        parts = zip(*(tensors[name].split(counts) for name in names), strict=True)
         rows = iter(
-            PartialRow(ids.tolist(), log_probs.tolist(), versions.tolist(), segments=segments, state=state)
-            for (_, segments, state), ids, log_probs, versions in zip(sizes, *parts, strict=True)
+            PartialRow(
+                **{name: values.tolist() for name, values in zip(names, part, strict=True)},
+                segments=segments,
+                state=state,
+                rewards=rewards if segments else [],
+            )
+            for (_, segments, state), part, rewards in zip(sizes, parts, tensors["rewards"].tolist(), strict=True)
         )
         prompts = tensors["prompt_ids"].split([group[3] for group in groups])
-        return cls(
+        found = cls(
             [
                 PartialGroup(number, position, iteration, ids.tolist(), [next(rows) for _ in range(num_rows)])
                 for (number, position, iteration, _, num_rows), ids in zip(groups, prompts, strict=True)
             ]
         )
+        if EXPERTS in tensors:
+            spoken = [(group, row) for group in found.groups for row in group.rows if row.token_ids]
+            lengths = [len(group.prompt) + len(row.token_ids) - 1 for group, row in spoken]
+            for (_, row), experts in zip(spoken, tensors[EXPERTS].split(lengths), strict=True):
+                row.experts = experts
+        return found
 
 
 def _shares(total: int, sizes: Sequence[int]) -> list[int]:
@@ -196,72 +251,25 @@ def _shares(total: int, sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-def replica_segments(
-    engine: RolloutEngine,
-    params: "Sequence[SamplingParams]",
-    requests: Mapping[tuple[int, int], Request],
-    work: ReplicaWork,
-) -> dict[tuple[int, int], Segment]:
-    """What the replica adds to rows until enough groups are whole. params: by bucket."""
-    for (place, sample), request in requests.items():
-        engine.add(f"{place}.{sample}", request, params[request.bucket], max_tokens=None)
-    left, whole = Counter(place for place, _ in requests), set[int]()
-    found: dict[tuple[int, int], Segment] = {}
-    with preserved_random_state():
-        while engine.is_busy and not (len(whole) >= work.number and work.urgent <= whole):
-            for name, response in engine.finished():
-                place, sample = map(int, name.split("."))
-                state = CUT if response.truncated else ENDED
-                found[place, sample] = Segment(response.token_ids, response.log_probs, state)
-                left[place] -= 1
-                if not left[place]:
-                    whole.add(place)
-        for name, token_ids, log_probs in engine.abort_all():
-            place, sample = map(int, name.split("."))
-            found[place, sample] = Segment(token_ids, log_probs, RUNNING)
-    engine.wait_until_idle()
-    return found
-
-
-def whole_segments(
-    under_way: UnderWay, own: Mapping[tuple[int, int], Segment], exchange: Exchange
-) -> dict[tuple[int, int], Segment]:
-    """Of all replicas: collective. own: what this rank contributes; of a replica one rank does so."""
-    rows = [(place, sample) for place, group in enumerate(under_way.groups) for sample in range(len(group.rows))]
-    numbers = {row: number for number, row in enumerate(rows)}
-    where, parts = torch.tensor([numbers[row] for row in own], dtype=torch.int64), list(own.values())
-
-    def of_rows(values: Sequence[int]) -> PartialTensor:
-        return PartialTensor(len(rows), where, torch.tensor(values, dtype=torch.int64))
-
-    counts, states = exchange.gather_all(
-        [of_rows([len(part.token_ids) + 1 for part in parts]), of_rows([part.state for part in parts])]
-    )  # one more than there are tokens: nobody has touched a row with 0
-    sizes = (counts - 1).clamp(min=0)
-    starts = sizes.cumsum(0) - sizes
-    at = torch.cat(
-        [torch.zeros(0, dtype=torch.int64)] + [torch.arange(int(sizes[i])) + starts[i] for i in where.tolist()]
-    )
-    size = int(sizes.sum())
-    token_ids = exchange.gather(PartialTensor(size, at, flat("i", (part.token_ids for part in parts))))
-    log_probs = exchange.gather(PartialTensor(size, at, flat("f", (part.log_probs for part in parts))))
-    of_tokens = zip(token_ids.split(sizes.tolist()), log_probs.split(sizes.tolist()), strict=True)
-    return {
-        row: Segment(ids.tolist(), values.tolist(), int(state))
-        for row, count, state, (ids, values) in zip(rows, counts.tolist(), states.tolist(), of_tokens, strict=True)
-        if count
-    }
+def experts_of_groups(groups: Sequence[PartialGroup], sizes: RoutingSizes) -> Tensor:
+    """(T, layers, k) of the rollout of these groups. The last token of a row has no record."""
+    nothing = sizes.nothing(1)
+    parts = [part for group in groups for row in group.rows for part in (row.experts, nothing) if part is not None]
+    return torch.cat(parts)
 
 
 def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:
     """Whole groups as a rollout. prompts: of the groups, in their order."""
     rows = [row for group in groups for row in group.rows]
-    return joined_rollout(
+    rollout = joined_rollout(
         prompts,
         torch.tensor([len(group.rows) for group in groups], dtype=torch.int64),
         torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
         torch.tensor([row.state == CUT for row in rows], dtype=torch.bool),
         token_ids=flat("i", (row.token_ids for row in rows)),
         log_probs=flat("f", (row.log_probs for row in rows)),
+        flags=flat("i", (row.flags for row in rows)),
         versions=flat("i", (row.versions for row in rows)),
     )
+    rewards = torch.tensor([row.rewards for row in rows], dtype=torch.float32)
+    return replace(rollout, environment_rewards=rewards) if rewards.numel() else rollout

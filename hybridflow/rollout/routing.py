@@ -83,8 +83,11 @@ class SlotRecorder:
             raise EnvironmentProblem(f"vLLM routed {len(experts)} tokens for {len(slots)} slots; expected one a slot")
         self._records[slots, column] = experts.to(self._records.dtype)
 
-    def experts(self, name: str, output: "CompletionOutput", num_tokens: int) -> Tensor:
-        """See `RoutingRecorder`. The runner forgets a finished request when the runner's next step begins."""
+    def experts(self, name: str, output: "CompletionOutput | None", num_tokens: int) -> Tensor:
+        """See `RoutingRecorder`; also of a request that runs.
+
+        The runner forgets a finished request when the runner's next step begins.
+        """
         (blocks,) = self._runner.requests[name].block_ids
         places = torch.arange(num_tokens)
         slots = torch.tensor(blocks)[places // self._block_tokens] * self._block_tokens + places % self._block_tokens

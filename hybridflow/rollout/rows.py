@@ -76,6 +76,8 @@ class RowSequence:
     is at that turn. kept: tokens before that turn and before what was written right before that turn. read: what the
     turn was asked with, and a number that tells equal ones apart.
     opening: tokens that count as prompt for a limit: the row's, or those of the first request.
+    versions: of the actor, when each of the tokens came. seed, most: of the turn that the engine is at, and the tokens
+    that the turn may have. segments, spoken: how often the engine was stopped at that turn, and the tokens until then.
     transcript, before: now, and without the turn that `drop` takes back.
     """
 
@@ -89,6 +91,11 @@ class RowSequence:
     kept: int = 0
     read: tuple[bytes, int] = (b"", 0)
     opening: int = 0
+    versions: list[int] = field(default_factory=list)
+    seed: int = 0
+    most: int = 0
+    spoken: int = 0
+    segments: int = 0
     transcript: Transcript = field(default_factory=Transcript)
     before: Transcript = field(default_factory=Transcript)
 
@@ -115,22 +122,23 @@ class RowSequence:
         """Without a request that the model still answers."""
         return self.before if self.speaks else self.transcript
 
-    def write(self, token_ids: Sequence[int]) -> None:
+    def write(self, token_ids: Sequence[int], version: int) -> None:
         """What somebody else has written before the next turn."""
         self.kept = len(self.token_ids)
         self.opening = self.opening or len(token_ids)
-        self.add(token_ids)
+        self.add(token_ids, version)
 
-    def add(self, token_ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
+    def add(self, token_ids: Sequence[int], version: int, log_probs: Sequence[float] | None = None) -> None:
         """log_probs: of what was sampled; none of what somebody else has written."""
         self.token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
         self.sampled += [log_probs is not None] * len(token_ids)
+        self.versions += [version] * len(token_ids)
 
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
         self.speaks, self.turn, self.transcript = False, self.turn - 1, self.before
-        for tokens in (self.token_ids, self.log_probs, self.sampled):
+        for tokens in (self.token_ids, self.log_probs, self.sampled, self.versions):
             del tokens[self.kept :]
         self.opening = self.opening if self.num_tokens else 0
 
@@ -138,13 +146,15 @@ class RowSequence:
 class RowRecord:
     """One that is under way. number: in the replica. of_rollout: in the rollout. several: a row may have sequences.
 
+    version: of the actor that the engine has now.
+
     On the first rank of the replica: columns: of the data. limit: tokens behind the prompt. begun: when the row's first
     turn, or agent, began, on the clock. waiting_since: when somebody else than the model had to go on; None while the
     model speaks. worker: the row's number in the pool of processes.
     """
 
     def __init__(self, number: int, of_rollout: int, request: Request, *, several: bool = False) -> None:
-        self.number, self.of_rollout, self._several = number, of_rollout, several
+        self.number, self.of_rollout, self._several, self.version = number, of_rollout, several, 0
         self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `RowSequence.read`
         self.sequences = [RowSequence(request.prompt, opening=len(request.prompt))]
         self.columns: Mapping[str, Any] = {}
@@ -175,29 +185,44 @@ class RowRecord:
                 self._read.discard(sequence.read)  # what is asked next is asked as if there had been no such turn
                 sequence.drop()
         if event.ends:
-            self.sequences[0].add(event.token_ids)
+            self.sequences[0].add(event.token_ids, self.version)
         elif not event.drops:
             if event.branch == len(self.sequences):
                 self.sequences.append(RowSequence())
-            self.sequences[event.branch].write(event.token_ids)
-            request = self._next_request(event.branch)
+            self.sequences[event.branch].write(event.token_ids, self.version)
+            request = self._next_request(event.branch, event.max_tokens)
             calls.append(EngineCall(self._name(event.branch), request, event.max_tokens))
         return calls
 
-    def hear(self, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """A turn of the model has ended."""
-        self.sequences[branch].speaks = False
-        self.sequences[branch].add(token_ids, log_probs)
+    def hear(self, branch: int, token_ids: Sequence[int], log_probs: Sequence[float], *, ends: bool = True) -> None:
+        """A turn of the model has ended, or was stopped within."""
+        sequence = self.sequences[branch]
+        sequence.speaks = not ends
+        sequence.add(token_ids, self.version, log_probs)
+        if not ends:
+            sequence.spoken, sequence.segments = sequence.spoken + len(token_ids), sequence.segments + 1
+
+    def resumed(self) -> list[EngineCall]:
+        """What the engine is to do to go on with the turns that a stop has cut: a seed has the number of the stop."""
+        calls = []
+        for number, sequence in enumerate(self.sequences):
+            if sequence.speaks:
+                seed = request_seed(sequence.seed, 0, sequence.segments)
+                request = Request(sequence.all_tokens, seed, self._first.bucket, sequence.spoken)
+                calls.append(EngineCall(self._name(number), request, sequence.most - sequence.spoken))
+        return calls
 
     def _name(self, branch: int) -> str:
         return f"{self.number}.{branch}.{self.sequences[branch].asked}"
 
-    def _next_request(self, branch: int) -> Request:
+    def _next_request(self, branch: int, max_tokens: int) -> Request:
         """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
         sequence = self.sequences[branch]
         sequence.turn, sequence.asked, sequence.speaks = sequence.turn + 1, sequence.asked + 1, True
         ids = sequence.all_tokens
-        return Request(ids, self._seed(sequence, ids), self._first.bucket)
+        sequence.seed, sequence.most = self._seed(sequence, ids), max_tokens
+        sequence.spoken = sequence.segments = 0
+        return Request(ids, sequence.seed, self._first.bucket)
 
     def _seed(self, sequence: RowSequence, ids: Sequence[int]) -> int:
         """Of a row that may have several sequences by the tokens: requests may come in another order next time."""
@@ -222,15 +247,23 @@ class RowRecord:
             first, *there = sorted(there, key=_order)
         there.sort(key=_order)
         starts, token_ids, log_probs, sampled = [], [*first.token_ids], [*first.log_probs], [*first.sampled]
+        versions = [*first.versions]
         for sequence in there:
             starts.append(len(token_ids))
             token_ids += sequence.token_ids
             log_probs += sequence.log_probs
             sampled += sequence.sampled
+            versions += sequence.versions
         if last.failed:
             log_probs, sampled = [0.0] * len(token_ids), [False] * len(token_ids)
         return Response(
-            token_ids, log_probs, last.truncated, sampled=sampled, rewards=last.rewards, branch_starts=tuple(starts)
+            token_ids,
+            log_probs,
+            last.truncated,
+            sampled=sampled,
+            rewards=last.rewards,
+            branch_starts=tuple(starts),
+            versions=versions,
         )
 
 
@@ -244,16 +277,45 @@ class ReplicaRows:
     def __init__(
         self, requests: Sequence[Request], of_rollout: Sequence[int], *, several: bool = False, room: int = 1 << 30
     ) -> None:
-        numbered = enumerate(zip(requests, of_rollout, strict=True))
-        self.records = [RowRecord(i, row, request, several=several) for i, (request, row) in numbered]
+        self._records: dict[int, RowRecord] = {}
+        self._several, self._next, self._version = several, 0, 0
         self.room, self.num_speaking, self.num_dropped = room, 0, 0
         self._happened: list[tuple[TurnEvent, list[EngineCall]]] = []
+        self.admit(requests, of_rollout)
+
+    def admit(self, requests: Sequence[Request], of_rollout: Sequence[int]) -> list[RowRecord]:
+        """Further rows, which get the next numbers."""
+        new = [
+            RowRecord(self._next + i, row, request, several=self._several)
+            for i, (request, row) in enumerate(zip(requests, of_rollout, strict=True))
+        ]
+        self._next += len(new)
+        self._records |= {record.number: record for record in new}
+        self.go_on(self._version)
+        return new
+
+    def forget(self, number: int) -> None:
+        """The row has ended, and nobody asks for the record."""
+        del self._records[number]
+
+    def go_on(self, version: int) -> None:
+        """The engine has the actor of this version from now on."""
+        self._version = version
+        for record in self.records:
+            record.version = version
+
+    @property
+    def records(self) -> list[RowRecord]:
+        return list(self._records.values())
 
     def __getitem__(self, number: int) -> RowRecord:
-        return self.records[number]
+        return self._records[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._records
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self._records)
 
     @property
     def has_events(self) -> bool:
@@ -261,7 +323,7 @@ class ReplicaRows:
 
     def apply(self, event: TurnEvent) -> None:
         """See `RowRecord.apply`; `take_events` has the engine's calls."""
-        record = self.records[event.row]
+        record = self[event.row]
         turns, speaking = record.turn, record.num_speaking
         self._happened.append((event, record.apply(event)))
         self.num_speaking += record.num_speaking - speaking
@@ -270,7 +332,11 @@ class ReplicaRows:
     def hear(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
         """See `RowRecord.hear`."""
         self.num_speaking -= 1
-        self.records[row].hear(branch, token_ids, log_probs)
+        self[row].hear(branch, token_ids, log_probs)
+
+    def cut(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """The engine stops within a turn, which goes on later."""
+        self[row].hear(branch, token_ids, log_probs, ends=False)
 
     def take_events(self) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """Those since the last call, in order, each with what the engine is to do."""

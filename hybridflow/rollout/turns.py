@@ -5,15 +5,18 @@ several ranks the first alone asks who answers. One broadcast before each step h
 go on and with what. So all ranks add the same requests in the same order, else they would sample wrong tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hybridflow.batch import PromptBatch
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.rollout.engine import Request, Response, RolloutEngine, response_of
-from hybridflow.rollout.rows import EngineCall, ReplicaRows, RowRecord, TurnEvent
+from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, RowRecord, TurnEvent
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams
@@ -49,11 +52,58 @@ class TurnCounts:
         return list(vars(self).values())
 
 
+@dataclass(frozen=True)
+class Episode:
+    """What a row begins with. messages: None where an agent brings them. limit: tokens behind the prompt.
+
+    seed: which the rows of a prompt share.
+    """
+
+    columns: Mapping[str, Any]
+    messages: list[Message] | None
+    limit: int
+    seed: str
+
+
+def episodes_of(prompts: PromptBatch, limits: LengthBuckets[int], seed: Sequence[int]) -> list[Episode]:
+    """Of each prompt. seed: of the generation."""
+    conversations = prompts.conversations or (None,) * len(prompts)
+    return [
+        Episode(
+            {name: values[number] for name, values in prompts.columns.items()},
+            conversations[number],
+            limits.for_length(length),
+            ",".join(map(str, (*seed, number))),
+        )
+        for number, length in enumerate(prompts.lengths.tolist())
+    ]
+
+
+def episodes_of_rows(
+    prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+) -> list[Episode]:
+    """Of each row of a rollout, with so many rows of each prompt."""
+    found = episodes_of(prompts, limits, seed)
+    return [episode for episode, count in zip(found, counts.tolist(), strict=True) for _ in range(count)]
+
+
 class Answers(Protocol):
     """Who answers the model, on the first rank of an engine replica."""
 
     def begin(self, rows: ReplicaRows) -> None:
         """A rollout of these rows begins."""
+
+    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
+        """Further rows begin."""
+
+    def pause(self) -> None:
+        """The engine stops. What the rows have asked for goes on, and what comes of it waits for `resume`."""
+
+    def resume(self) -> None:
+        """The engine goes on with the rows. What has passed since `pause` counts for no time limit."""
+
+    def abandon(self) -> None:
+        """The rows that are left have no end. Who has begun something for them ends it."""
 
     def said(self, row: RowRecord, branch: int, turn: Response) -> None:
         """A turn of the model has ended, and the record has it."""
@@ -149,24 +199,20 @@ class TurnTaking:
             self.answers.begin(rows)
         left = len(rows)
         while left:
-            for event, calls in self._agreed(rows, wait=not engine.is_busy):
-                for name, request, most in calls:
-                    if request is None:
-                        engine.abort(name)
-                    else:
-                        engine.add(name, request, params[request.bucket], max_tokens=most)
+            for event, calls in self.agreed(rows, wait=not engine.is_busy):
+                make_calls(engine, calls, params)
                 if event.ends:
                     left -= 1
                     yield event.row, rows[event.row].response(event)
             for output in engine.step() if engine.is_busy else ():
-                self._take(output, rows)
+                self.take(output, rows)
             stepped()
         if self.answers is not None:
             self.answers.end()
             self.counts.dropped += rows.num_dropped
         engine.wait_until_idle()
 
-    def _agreed(self, rows: ReplicaRows, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
+    def agreed(self, rows: ReplicaRows, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """What has happened, applied on all ranks."""
         if self.answers is not None:
             self.answers.work(wait=wait)
@@ -178,8 +224,11 @@ class TurnTaking:
             rows.apply(event)
         return rows.take_events()
 
-    def _take(self, output: "RequestOutput", rows: ReplicaRows) -> None:
+    def take(self, output: "RequestOutput", rows: ReplicaRows) -> None:
+        """A turn of the model has ended, unless nobody waits for the turn any more."""
         number, branch, asked = map(int, output.request_id.split("."))
+        if number not in rows:
+            return  # of a row that has ended while a step was under way
         record, turn = rows[number], response_of(output.outputs[0])
         sequence = record.sequences[branch]
         if not sequence.speaks or asked != sequence.asked:
@@ -188,5 +237,17 @@ class TurnTaking:
             self.counts.prefix_tokens += sequence.num_tokens
             self.counts.cached_tokens += output.num_cached_tokens or 0
         rows.hear(number, branch, turn.token_ids, turn.log_probs)
+        if sequence.spoken:  # a stop has cut the turn, and the whole of it has ended now
+            first = len(sequence.token_ids) - len(turn.token_ids) - sequence.spoken
+            turn = replace(turn, token_ids=sequence.token_ids[first:], log_probs=sequence.log_probs[first:])
         if self.answers is not None:
             self.answers.said(record, branch, turn)
+
+
+def make_calls(engine: RolloutEngine, calls: Sequence[EngineCall], params: "Sequence[SamplingParams]") -> None:
+    """What events ask of the engine. params: by bucket."""
+    for name, request, most in calls:
+        if request is None:
+            engine.abort(name)
+        else:
+            engine.add(name, request, params[request.bucket], max_tokens=most)

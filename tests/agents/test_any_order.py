@@ -27,7 +27,8 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout import turns
 from hybridflow.rollout.engine import Request, Response
-from hybridflow.rollout.turns import LeaderBroadcast, TurnTaking
+from hybridflow.rollout.open_rows import NewRow, OpenRows
+from hybridflow.rollout.turns import Episode, LeaderBroadcast, TurnTaking
 from tests.agents.test_sessions import AGAIN, END_ID, TOKENIZER, GivenAgents
 from tests.environments.tiny_chat import END
 
@@ -145,6 +146,18 @@ class Drawn:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
 
+    def abort_all(self) -> list[tuple[str, Response]]:
+        """Each turn has some of its tokens."""
+        there, self._there = self._there, {}
+        found = [(name, self._drawn(*asked)) for name, asked in there.items()]
+        parts = [(name, ids[: self._rng.randrange(len(ids))]) for name, ids in found]
+        return [(name, Response(ids, log_probs_of(ids), truncated=False)) for name, ids in parts]
+
+    def _drawn(self, request: Request, most: int) -> list[int]:
+        draw = random.Random(f"{request.prompt}{request.seed}")
+        token_ids = [draw.randint(4, 13) for _ in range(draw.randint(1, 3))]
+        return [*token_ids, *([END_ID] if draw.random() < 0.85 else [])][:most]
+
     def abort(self, name: str) -> None:
         self._late[name] = self._there.pop(name)
 
@@ -158,14 +171,16 @@ class Drawn:
         late, self._late = self._late, {}
         ended = {name: self._there.pop(name) for name in list(self._there) if self._rng.random() < 0.4}
         for name, (request, most) in {**late, **ended}.items():
-            draw = random.Random(f"{request.prompt}{request.seed}")
-            token_ids = [draw.randint(4, 13) for _ in range(draw.randint(1, 3))]
-            token_ids = [*token_ids, *([END_ID] if draw.random() < 0.85 else [])][:most]
-            response = Response(token_ids, [-x / 10 for x in token_ids], truncated=token_ids[-1] != END_ID)
+            token_ids = self._drawn(request, most)
+            response = Response(token_ids, log_probs_of(token_ids), truncated=token_ids[-1] != END_ID)
             yield SimpleNamespace(request_id=name, num_cached_tokens=0, outputs=[response])
 
     def wait_until_idle(self) -> None:
         assert not self._there
+
+
+def log_probs_of(token_ids: list[int]) -> list[float]:
+    return [-token / 10 for token in token_ids]
 
 
 def text_of(messages: Talk) -> str:
@@ -190,9 +205,28 @@ def turns_of(response: Response) -> Counter[tuple[str, str]]:
     return found
 
 
+def with_stops(taking: TurnTaking, engine: Drawn, requests: list[Request]) -> dict[int, Response]:
+    """Two rows begin with each version of the actor, while there are any."""
+    rows, found, left = OpenRows(taking, room=engine.most_rows), dict[int, Response](), list(enumerate(requests))
+    for version in itertools.count():
+        some, left = left[:2], left[2:]
+        new = {(row, 0): NewRow(request, Episode({}, None, MOST_BEHIND, ""), row) for row, request in some}
+        ended = rows.ended(engine, [None], new, number=1, urgent=set(), version=version)
+        found |= {row: response for (row, _), response in ended.items()}
+        for response in ended.values():
+            assert max(response.versions) <= version and len(response.versions) == len(response.token_ids)
+        if len(found) == len(requests):
+            return found
+    raise AssertionError
+
+
+@pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer that a client has, behind the text that it asked with; beside these only answers that it lost."""
+def test_a_row_has_what_its_agent_was_told(seed: int, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer that a client has, behind the text that it asked with; beside these only answers that it lost.
+
+    stops: the engine stops when a row has ended, within turns of others, and goes on with another version.
+    """
     monkeypatch.setattr(turns, "response_of", lambda output: output)
     rng, several = random.Random(seed), seed % 4 != 0
     how = {"earlier_turns": "branch"} if several else {}
@@ -208,7 +242,11 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     prompts = PromptBatch(nothing, torch.tensor([0]), ("",), {}, (None,))
     sessions = agents.conversations(prompts, torch.tensor([len(rows)]), always(MOST_BEHIND), (1,))
     taking = TurnTaking(LeaderBroadcast(None, 0, torch.device("cpu")), sessions, agents.counts, several)
-    found = dict(taking.stream(Drawn(rng), [Request([], seed=row) for row in rows], rows, [None]))
+    requests = [Request([], seed=row) for row in rows]
+    if stops:
+        found = with_stops(taking, Drawn(rng), requests)
+    else:
+        found = dict(taking.stream(Drawn(rng), requests, rows, [None]))
     pool.wait(meanwhile=sessions.end)
     agents.server.close()
     assert sorted(found) == list(rows)

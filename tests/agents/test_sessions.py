@@ -1,11 +1,14 @@
 """What rows of agents answer to requests in an order that no agent can be relied on for: a real door, given turns."""
 
+import json
 import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,7 +17,7 @@ import torch
 from hybridflow.agents.sessions import Agents, Sessions
 from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
@@ -44,6 +47,11 @@ class GivenAgents:
     def start_processes(self) -> list[Answer]:
         return []
 
+    def set_aside(self, tickets: Any) -> None:
+        """Nobody else asks for them here."""
+
+    take_back = set_aside
+
     def run(self, base_url: str, columns: Any) -> tuple[int, int]:
         self.urls.append(base_url)
         return len(self.urls) - 1, len(self.urls) - 1
@@ -56,6 +64,13 @@ class GivenAgents:
         return found
 
 
+def rows_of_a_prompt(count: int) -> tuple[PromptBatch, torch.Tensor, LengthBuckets[int], tuple[int]]:
+    """A rollout, as `Agents.conversations` takes it."""
+    empty = torch.zeros(0, dtype=torch.int64)
+    prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
+    return prompts, torch.tensor([count]), always(32), (1,)
+
+
 class Rows:
     """Sessions of some rows of one prompt, and the requests to them."""
 
@@ -63,7 +78,7 @@ class Rows:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
         earlier_turns = self.pool.config.earlier_turns
         continues = Continuations.from_template(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
-        shared = Agents(
+        self.shared = shared = Agents(
             self.pool,
             replace(continues, vocab_size=100),
             None,
@@ -75,9 +90,7 @@ class Rows:
             max_prompt_length=16,
             max_model_len=64,
         )
-        empty = torch.zeros(0, dtype=torch.int64)
-        prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
-        self.sessions: Sessions = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
+        self.sessions: Sessions = shared.conversations(*rows_of_a_prompt(count))
         self.driven = DrivenRows(self.sessions, [[]] * count, several=shared.several, room=room)
         self.door, self.threads = shared.server, ThreadPoolExecutor(10)
         assert self.driven.rows.take_events() == []
@@ -513,3 +526,44 @@ def test_agents_run_when_the_engine_has_room() -> None:
     rows.driven.said(0, THREE, truncated=False)
     assert rows.driven.events(wait=False) == [] and len(rows.pool.urls) == 2
     rows.door.close()
+
+
+def test_requests_wait_while_the_engine_does_something_else() -> None:
+    """Nobody else gets them: not those who talk to other rows at the same server, as an evaluation does."""
+    rows = Rows(3, call_seconds=10.0)
+    waits = rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
+    url = urlsplit(f"{rows.pool.urls[1]}/chat/completions")
+    leaves = HTTPConnection(str(url.hostname), url.port)
+    leaves.request("POST", url.path, json.dumps({"model": "gpt", "messages": [USER]}))
+    assert rows.replies() == [TurnEvent(1, FIRST, 32)]
+    for row in (0, 1):
+        rows.driven.rows.cut(row, 0, ids("3"), [-0.5])
+    rows.sessions.pause()
+    asks = rows.ask(USER, row=2)
+    meanwhile = DrivenRows(rows.shared.conversations(*rows_of_a_prompt(1)), [[]])
+    evaluated = rows.ask(USER, row=3)
+    assert [event.row for event in meanwhile.events(wait=True)] == [0]
+    meanwhile.said(0, ids(f"5{END}"), truncated=False)
+    assert said(evaluated)["content"] == "5"
+    leaves.close()
+    for record in rows.driven.rows.records:  # as if it had taken long
+        record.begun -= 60
+        record.waiting_since = None if record.waiting_since is None else record.waiting_since - 60
+    rows.sessions._times.paused -= 60
+    rows.pool.returned[3] = Answer({"reward": [1.0]}, "", 0.0, "")
+    assert [event.row for event in meanwhile.events(wait=True)] == [0] and not asks.done()
+    meanwhile.answers.end()
+    rows.sessions.resume()
+    events = {event.row: event for event in rows.replies()}
+    while len(events) < 2:
+        events |= {event.row: event for event in rows.replies()}
+    assert events == {1: TurnEvent(1, drops=True), 2: TurnEvent(2, FIRST, 32)}, "none has failed"
+    assert rows.driven.rows[1].sequences[0].token_ids == []
+    rows.driven.rows.hear(0, 0, ids(f"4{END}"), [-0.5] * 2)
+    rows.sessions.said(rows.driven.rows[0], 0, Response(list(ids(f"34{END}")), [-0.5] * 3, truncated=False))
+    assert said(waits)["content"] == "34" and waits.result().json()["usage"]["completion_tokens"] == 3
+    rows.driven.said(2, ids(f"6{END}"), truncated=False)
+    assert said(asks)["content"] == "6"
+    rows.door.close()
+    rows.threads.shutdown()

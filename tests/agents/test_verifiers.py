@@ -18,7 +18,10 @@ from hybridflow.errors import ConfigError, RewardError
 from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors, turns
 from tests.agents.verifiers_envs.names import NUM_TASKS
 from tests.environments.tiny_chat import END, make_chat_inputs, run_config
+from tests.environments.versions import checked_ages
 from tests.launch import run_ranks
+
+PARTIAL_ITERATIONS = 3
 
 # ------------------------------------------------------------------------------------------------ without verifiers
 
@@ -95,8 +98,11 @@ def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactor
     def environment(**more: Any) -> str:
         return "data.environment=" + json.dumps({"verifiers": "two_turns", "python": python, "num_workers": 1, **more})
 
+    partial = [f"num_iterations={PARTIAL_ITERATIONS}", "rollout.max_staleness=1", "rollout.partial={oversample: 1.5}"]
+    partial += ["sampling.samples_per_prompt=2", "checkpoint={load: none, save_interval: 1, keep_last: 9}"]
     cases = {
         "two turns": [environment(max_turn_tokens=16)],
+        "partial": [environment(max_turn_tokens=16), *partial],
         "parts": [environment(max_turn_tokens=16, parts={"said": 1.0, "number": 0.5})],
         "other parts": [
             environment(max_turn_tokens=16, parts={"nobody": 1.0}, on_error="end_run"),
@@ -196,3 +202,12 @@ def test_one_agent_of_an_environment_is_trained(told: dict[str, str]) -> None:
     """Another that is not, such as a judge, needs a model of its own."""
     assert "the agent other of the environment is not trained: give it a model of its own" in told["not trained"]
     assert "the episode has 2 agents that are trained; a row is of one" in told["both trained"]
+
+
+@with_verifiers
+@pytest.mark.distributed
+def test_a_task_waits_while_the_models_train(root: Path, told: dict[str, str], tmp_path: Path) -> None:
+    """Each token has the log-prob of the version that chose it."""
+    assert told["partial"] == ""
+    assert checked_ages(root / "runs" / "partial", PARTIAL_ITERATIONS, tmp_path) == {0, 1}
+    assert [float(row["rollout/groups_under_way"]) for row in metrics(root, "partial")] == [2.0] * PARTIAL_ITERATIONS

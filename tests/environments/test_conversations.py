@@ -97,7 +97,13 @@ class ManualPool(GivenPool):
     def __init__(self, config: EnvironmentConfig, most_at_once: int) -> None:
         super().__init__(config, "no")
         self.most_at_once, self.calls, self.finished = most_at_once, list[tuple[int, str]](), list[int]()
-        self._num_rows = 0
+        self._num_rows, self.aside = 0, list[int]()
+
+    def set_aside(self, tickets: Any) -> None:
+        self.aside += tickets
+
+    def take_back(self, tickets: Any) -> None:
+        self.aside = [ticket for ticket in self.aside if ticket not in tickets]
 
     def start(self, columns: Any, *, seed: str) -> tuple[int, int]:
         self._num_rows += 1
@@ -211,3 +217,20 @@ def test_what_is_looked_at_grows_with_the_rows_under_way(count: int, monkeypatch
                 rows.said(event.row, THREE, truncated=False)
                 pool.arrive(len(pool.calls) - 1, {"reward": [1.0]})
     assert looked <= 2 * count
+
+
+def test_what_passes_while_the_engine_does_something_else_is_no_time_of_a_row() -> None:
+    pool, rows = manual(2, room=1, row_seconds=0.5, rollout_seconds=1.0)
+    rows.events(wait=False)
+    rows.said(0, THREE, truncated=False)
+    assert [event.row for event in rows.events(wait=False)] == [1]
+    rows.answers.pause()
+    assert sorted(pool.aside) == [0, 1, 2], "two starts and a call"
+    time.sleep(1.2)
+    rows.answers.resume()
+    assert pool.aside == [] and rows.events(wait=False) == []
+    pool.arrive(1, {"reward": [1.0]})
+    assert rows.events(wait=True) == [TurnEvent(0, ends=True, rewards=(1.0,))]
+    rows.said(1, THREE, truncated=False)
+    time.sleep(0.6)
+    assert [event.failed for event in rows.events(wait=True)] == [True], "and the clock goes on"

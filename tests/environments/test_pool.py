@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +207,25 @@ def test_rows_that_were_started_ahead_do_not_start_again() -> None:
     assert [answer.value["messages"][0]["content"] for answer in answers] == ["2+2=", "4+4=", "1+1="]
     assert pool._num_rows == before + 1 and pool._ahead == {} and pool._kept == {}
     pool.close()
+
+
+def test_answers_that_are_set_aside_are_for_those_who_asked(pool: EnvironmentPool) -> None:
+    """Others ask meanwhile, for rows of their own and for what rows begin with."""
+    [early, late, other] = started(pool, 3)
+    tickets = [pool.call(early, turn(early, "pid")), pool.call(late, turn(late, "half"))]
+    pool.set_aside(tickets)
+    assert [answer.problem for answer in pool.first_messages([ROW] * 4)] == [""] * 4
+    [answer] = said(pool, [other], "pid")
+    assert answer.value["reward"][0] > 0 and pool.answers(0.0) == {}
+    pool.take_back(tickets)
+    first, second = answers(pool, tickets)
+    assert first.value["reward"][0] > 0 and second.value["reward"] == [0.0]
+
+
+def test_rows_that_are_left_at_the_end_are_closed(pool: EnvironmentPool, tmp_path: Path) -> None:
+    rows, begun = started(pool, 3), time.monotonic()
+    for row in rows:
+        said(pool, [row], f"close {tmp_path / str(row)}")
+    pool.finish_all([*rows, None])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, rows))
+    assert time.monotonic() - begun < 5, "nobody waits longer than the processes take"

@@ -85,6 +85,15 @@ def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(kind: str, root:
     assert ages == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_a_wait_at_a_save_is_counted(root: Path) -> None:
+    """All rollouts but the first are handed over when the iteration before is saved, outside the iteration's times."""
+    with (root / "learns" / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    waits = [float(row["time/trainers_wait_seconds"]) for row in found]
+    assert len(waits) == NUM_ITERATIONS and min(waits) > 0
+    assert waits[0] <= float(found[0]["time/rollout_seconds"])
+
+
 @pytest.mark.parametrize("other", ["again", "learns-tp2"])
 def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> None:
     """Neither on the clock nor, up to rounding, on how the engine is laid out."""

@@ -24,7 +24,7 @@ SAMPLING = SamplingConfig(max_response_length=8, samples_per_prompt=2)
 
 
 def group(position: int, iteration: int, *states: int) -> PartialGroup:
-    rows = [PartialRow([1] * 3, [-0.5] * 3, [0] * 3, 1, state) for state in states]
+    rows = [PartialRow([1] * 3, [-0.5] * 3, [0] * 3, 1, state, [1] * 3) for state in states]
     return PartialGroup(100 + position, position, iteration, [5, 6], rows)
 
 

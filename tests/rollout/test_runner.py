@@ -24,14 +24,21 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_wish", runner._wish.__wrapped__)
 
 
-def chosen(sampling: SamplingConfig = PLAIN, *, cuda: bool = True, triton: bool = True, pp: int = 1) -> str:
-    runner.choose_runner(sampling, cuda=cuda, triton=triton, pp=pp)
+def chosen(
+    sampling: SamplingConfig = PLAIN,
+    *,
+    cuda: bool = True,
+    triton: bool = True,
+    pp: int = 1,
+    cuts_routes: bool = False,
+) -> str:
+    runner.choose_runner(sampling, cuda=cuda, triton=triton, pp=pp, cuts_routes=cuts_routes)
     return os.environ[runner.VARIABLE]
 
 
 def test_v2_where_it_can() -> None:
     assert chosen() == "1"
-    assert [chosen(cuda=False), chosen(triton=False), chosen(pp=2)] == ["0", "0", "0"]
+    assert [chosen(cuda=False), chosen(triton=False), chosen(pp=2), chosen(cuts_routes=True)] == ["0"] * 4
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.rows import EngineCall, ReplicaRows, RowRecord, TurnEvent
 from hybridflow.rollout.turns import LeaderBroadcast
@@ -169,3 +170,43 @@ def test_a_branch_without_an_answer_is_left_out() -> None:
     asked(row, 9, branch=2)
     row.apply(TurnEvent(0, drops=True, branch=2))
     assert row.response(TurnEvent(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
+
+
+def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
+    """The engine reads all tokens of the row; the limits count over the parts, and a version is a token's own."""
+    rows = ReplicaRows([Request([1, 2], seed=7, bucket=1)], [0])
+    row = rows[0]
+    rows.apply(TurnEvent(0, max_tokens=9))
+    rows.hear(0, 0, [3], [-0.1])
+    rows.apply(TurnEvent(0, (4,), max_tokens=9))
+    [*_, (_, [asked])] = rows.take_events()
+    assert asked.request is not None
+    seeds = [7, asked.request.seed]
+    rows.cut(0, 0, [5, 6], [-0.2, -0.3])
+    rows.go_on(1)
+    for spoken, prompt in ((2, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6]), (3, [1, 2, 3, 4, 5, 6, 8])):
+        [call] = row.resumed()
+        assert call.request is not None and (call.name, call.max_tokens) == ("0.0.2", 9 - spoken)
+        assert (call.request.prompt, call.request.num_before, call.request.bucket) == (prompt, spoken, 1)
+        seeds.append(call.request.seed)
+        rows.cut(0, 0, [8] if len(seeds) == 4 else [], [-0.4] if len(seeds) == 4 else [])
+    assert seeds[2] == request_seed(asked.request.seed, 0, 1) and len(set(seeds)) == 5
+    rows.go_on(2)
+    rows.hear(0, 0, [9], [-0.5])
+    assert row.resumed() == [] and rows.num_speaking == 0 and row.turn == 2
+    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found.token_ids == [3, 4, 5, 6, 8, 9] and found.log_probs == [-0.1, 0.0, -0.2, -0.3, -0.4, -0.5]
+    assert found.versions == [0, 0, 0, 0, 1, 2] and found.sampled == [True, False, True, True, True, True]
+
+
+def test_a_turn_that_is_dropped_goes_with_all_parts() -> None:
+    row = row_record([1], several=True)
+    first = asked(row)
+    row.hear(0, [3], [-0.1], ends=False)
+    row.version = 1
+    [resumed] = row.resumed()
+    assert resumed.request is not None and resumed.request.seed == request_seed(first.seed, 0, 1)
+    assert row.apply(TurnEvent(0, drops=True)) == [EngineCall("0.0.1")]
+    assert row.sequences[0].token_ids == row.sequences[0].versions == [] and row.resumed() == []
+    again = asked(row)
+    assert (again, again.num_before) == (first, 0) and row.sequences[0].segments == 0
