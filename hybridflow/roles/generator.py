@@ -69,10 +69,10 @@ class Generator:
 
     Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
-    why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
-    turns: how rows go on where an environment answers them, which takes the world's `groups`.
+    why_eager: why the engine has no CUDA graphs where the config lets it have them. turns: how rows go on where an
+    environment answers them, which takes the world's `groups`.
     params: vLLM's sampling parameters of `sampled` responses. costs: of the reshards since somebody emptied the list.
-    own_bytes: weights of the engine outside the trainer's memory, while it has them.
+    own_bytes: weights of the engine outside the trainer's memory.
     """
 
     def __init__(
@@ -88,12 +88,10 @@ class Generator:
     ) -> None:
         self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
         self.layout, config, self.routing = placed.rollout, placed.config, placed.routing
-        dtype = DTYPES[config.actor.dtype]
-        bucket_elements = placed.bucket_bytes // dtype.itemsize
+        dtype = DTYPES[actor.dtype]
+        bucket, layouts = placed.bucket_bytes // dtype.itemsize, (actor.grid.layout, self.layout)
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
-        plan = plan_reshard(
-            actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
-        )
+        plan = plan_reshard(actor.spec, *layouts, bucket_elements=bucket, dtype=actor.dtype)
         space, self.why_eager = None, None
         if placed.captures_graphs and self._hooks_routers():
             self.why_eager = "hooks on its routers record the experts that algorithm.policy.replay_routing asks for"
@@ -304,9 +302,8 @@ class Generator:
         The engine is awake, with the weights that iteration `iteration` begins with. prompts: of the groups, one each,
         by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
-        config, own = self._placed.config, dict[tuple[int, int], Segment]()
+        config, own, stays = self._placed.config, dict[tuple[int, int], Segment](), self.turns is not None
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
-        stays = self.turns is not None
         work = under_way.work(len(self.layout.replicas), **limits, sampling=config.sampling, stays=stays)
         if self.engine is not None:
             part, params = work[self.layout.coordinates(self._platform.rank).replica], self.params["sampled"]

@@ -102,7 +102,6 @@ class RolloutEngine:
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
-        place = layout.coordinates(platform.rank)
         with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
                 model=str(model),
@@ -130,9 +129,9 @@ class RolloutEngine:
             )
         self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
-        _check_stage(self._model_runner(), stages, place.pp)
+        _check_stage(self._model_runner(), stages, layout.coordinates(platform.rank).pp)
         device.finish(self._llm, pp=layout.pp)
-        self._routing = self._recorder(routing if place.tp == 0 else None, hooked=hooked)
+        self._routing = self._recorder(routing if layout.coordinates(platform.rank).tp == 0 else None, hooked=hooked)
 
     def _recorder(self, routing: RoutingSizes | None, *, hooked: bool) -> RoutingRecorder | None:
         if routing is None:
