@@ -868,6 +868,7 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason(section, 
             "reference.tensor_parallel_size = 2 and actor.tensor_parallel_size = 1 must be the same",
         ),
         ({"actor.ranks": "0-1"}, "reference.ranks = None and actor.ranks = (0, 1) must be the same"),
+        ({"actor.lora": {"rank": 4}}, "reset_reference_interval = 3: with actor.lora the reference takes the actor's"),
         (
             {"algorithm.kl.use": "none", "reference": None},
             "reset_reference_interval = 3 has no reference to reset with use: none",

@@ -181,6 +181,11 @@ class ExperimentConfig(RunConfig):
         interval = self.algorithm.kl.reset_reference_interval
         if interval is None or self.reference is None:
             return
+        if self.actor.lora is not None:
+            raise ValueError(
+                f"algorithm.kl.reset_reference_interval = {interval}: with actor.lora the reference takes the actor's "
+                "adapters, and has no weights of its own. Remove the section reference, or set reference=null"
+            )
         for key in LayoutConfig.model_fields:
             mine, actors = getattr(self.reference, key), getattr(self.actor, key)
             if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:

@@ -38,6 +38,7 @@ CASES_OF = {
 DEFAULT = {
     ("tp1pp1dp1vpp1-none", "llama"),
     ("tp2pp1dp1vpp1-none", "llama"),
+    ("tp1pp1dp2vpp1-none", "llama"),
     (FULL_RECOMPUTATION, "llama"),
     (SPLIT, "llama"),
     ("tp2pp2dp1vpp2sp-selective", "qwen2"),

@@ -95,12 +95,15 @@ def one(config: ExperimentConfig, rollout, models: Path, world: RunContext, pref
 
 
 def adam_steps(case: Case, models: Path, batch, world: RunContext) -> dict[str, Tensor]:
-    """Two of ZeRO-1."""
-    actor, run = actor_on(case, models, batch, world, ADAM)
-    for _ in range(2):
-        actor.update(batch, run.policy_loss(ALGORITHM.policy))
-    actor.wait_for_weights()
-    return {f"adam/{name}": x for name, x in whole(actor, lambda p: p.data).items() if "lora" in name}
+    """Two of ZeRO-1; where there are replicas, also with what they exchange under way while they compute."""
+    found = {}
+    for prefix, overlap in [("adam", False)] + [("overlapped", True)] * (case.dp > 1):
+        actor, run = actor_on(case, models, batch, replace(world, overlap=overlap), ADAM)
+        for _ in range(2):
+            actor.update(batch, run.policy_loss(ALGORITHM.policy))
+        actor.wait_for_weights()
+        found |= {f"{prefix}/{name}": x for name, x in whole(actor, lambda p: p.data).items() if "lora" in name}
+    return found
 
 
 def actor_on(case: Case, models: Path, batch, world: RunContext, optimizer):
