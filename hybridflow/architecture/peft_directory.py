@@ -26,10 +26,9 @@ from hybridflow.architecture.weights import VALUE_HEAD, model_weights
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import replace_directory, sync
 from hybridflow.formats.distributed_directory import is_distributed
-from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.huggingface_files import write_safetensors
 from hybridflow.formats.json_text import parse_json
-from hybridflow.formats.safetensors_files import ALL, HeaderEntry, TensorInfo, box_of, check_readable, read_header
+from hybridflow.formats.safetensors_files import ALL, HeaderEntry, TensorInfo, read_entry, read_header
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -107,13 +106,7 @@ class AdapterFile:
         """Rows and columns of a tensor, whose whole shape must be `shape`."""
         if name not in self._entries:
             raise CheckpointError(f"{self.path}: no tensor {PREFIX}{name}")
-        file, start, info = self._entries[name]
-        check_readable(file, name, info, shape)
-        offset, size = box_of(shape, rows, columns)
-        out = torch.empty(size, dtype=info.dtype)
-        with opened(file) as fd:
-            read_box(fd, file, start, shape, offset, out=out)
-        return out
+        return read_entry(self._entries[name], name, shape, rows, columns)
 
 
 def open_adapter(path: Path, lora: Lora) -> AdapterFile | MegatronDirectory:

@@ -110,13 +110,18 @@ class SafetensorsDirectory:
         """Rows (dim 0) and columns (dim 1) of tensor `name`, whose full shape must be `shape`, as fresh memory."""
         if name not in self._entries:
             raise CheckpointError(f"{self.path}: no tensor {name} in {', '.join(f.name for f in self._files)}")
-        file, start, info = self._entries[name]
-        check_readable(file, name, info, shape)
-        offset, size = box_of(shape, rows, columns)
-        out = torch.empty(size, dtype=info.dtype)
-        with opened(file) as fd:
-            read_box(fd, file, start, shape, offset, out=out)
-        return out
+        return read_entry(self._entries[name], name, shape, rows, columns)
+
+
+def read_entry(entry: HeaderEntry, name: str, shape: Shape, rows: slice, columns: slice) -> Tensor:
+    """Rows (dim 0) and columns (dim 1) of a tensor, whose full shape must be `shape`, as fresh memory."""
+    file, start, info = entry
+    check_readable(file, name, info, shape)
+    offset, size = box_of(shape, rows, columns)
+    out = torch.empty(size, dtype=info.dtype)
+    with opened(file) as fd:
+        read_box(fd, file, start, shape, offset, out=out)
+    return out
 
 
 def check_readable(file: Path, name: str, info: TensorInfo, shape: Shape) -> None:
