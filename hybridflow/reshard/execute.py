@@ -103,9 +103,10 @@ class WeightReshard:
         self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
         self._later = [step for step in self._steps if not step.is_of(kept)]  # what the first time leaves to do
         self._has_kept = False
-        self._reads: dict[int, Reads] = {}  # by the number of steps
+        self._reads = self._later_reads = None
         if reads and device.type == "cpu":
-            self._reads = {len(x): Reads([step.traffic for step in x], group) for x in (self._steps, self._later)}
+            all_reads, later = (Reads([step.traffic for step in x], group) for x in (self._steps, self._later))
+            self._reads, self._later_reads = all_reads, later if kept else all_reads
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         weights_and_orders = [(self._weights[o.weight.megatron], o.order) for o in self._permuted]
         self._permute = prepared_permutation(weights_and_orders, self._mover)
@@ -179,8 +180,8 @@ class WeightReshard:
 
     def _fill_engine(self) -> ReshardCost:
         cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
-        steps = self._later if self._has_kept else self._steps
-        exchange = self._reads[len(steps)].begin(self._exchange) if self._reads else self._exchange
+        steps, reads = (self._later, self._later_reads) if self._has_kept else (self._steps, self._reads)
+        exchange = self._exchange if reads is None else reads.begin(self._exchange)
         self._has_kept = True
         for step in steps:
             self._changed(step.memory.allocate())
