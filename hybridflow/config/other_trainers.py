@@ -342,7 +342,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "",
-        "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant",
+        "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
         "there is none here: the base model has ROLE.dtype, in the one copy of trainer and engine, without QLoRA",
     ),
     (

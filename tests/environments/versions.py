@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.store import step_name
-from hybridflow.convert.main import main as convert
+from hybridflow.cli.convert import main as convert
 
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
 FIELDS |= {"rollout_log_probs", "environment_rewards", "branch_starts", "versions"}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.store import step_name
-from hybridflow.convert.main import main as convert
+from hybridflow.cli.convert import main as convert
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.test_one_step_off import batch, rows
 from tests.flows.test_partial import COMMON, TP1, saved
