@@ -418,13 +418,15 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", ""),
     ("ROLE.num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", ""),
     ("ROLE.megatron_arguments.attention_backend", "attention_backend", "flash or fused"),
+    ("ROLE.megatron_arguments.gradient_accumulation_fusion", "gradient_accumulation_fusion", ""),
+    ("ROLE.megatron_arguments.persist_layer_norm", "persist_layer_norm", ""),
+    ("ROLE.megatron_arguments.deallocate_pipeline_outputs", "deallocate_pipeline_outputs", ""),
     (
         "",
         "override_ddp_config override_mcore_model_config override_model_config "
         "override_optimizer_config recompute_method recompute_num_layers recompute_modules "
         "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
-        "gradient_accumulation_fusion persist_layer_norm deallocate_pipeline_outputs overlap_grad_reduce "
-        "overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
+        "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_per_virtual_pipeline_stage "
         "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap "
