@@ -125,7 +125,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "TRAINED.lora.rank TRAINED.lora.target_modules TRAINED.lora.exclude_modules",
         REFUSED,
         REFUSED,
-        "the checkpoint's adapters have that rank, and belong to those linear layers",
+        "the adapters in the checkpoint have the former rank, and belong to the former linear layers",
     ),
     _rule(
         "TRAINED.lora.alpha TRAINED.lora.use_rslora",

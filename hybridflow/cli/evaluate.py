@@ -195,7 +195,7 @@ def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel
         raise RunDirError(f"--checkpoint {checkpoint}: {given} is no run: a run's directory has a {CONFIG}")
     if holds_adapter(path):
         run = run_of_model(path)
-        return EvaluatedModel(given, path.resolve().name, run, adapter=given)
+        return EvaluatedModel(str(path), path.resolve().name, run, adapter=str(path))
     if (path / "config.json").is_file():
         return EvaluatedModel(given, path.resolve().name, run_of_model(path))
     if path.parent.is_dir() and any(path.parent.glob(f"*/{CONFIG}")):

@@ -247,6 +247,7 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.cli.plan_verdict import known_facts, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
+    from hybridflow.placement.adapter_lines import adapter_lines
     from hybridflow.placement.cache_room import cache_report, cache_words, with_room
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
@@ -273,7 +274,7 @@ def _plan(options: argparse.Namespace) -> int:
         plan["placement"] = placement_lines(placed, hosts)
     facts = known_facts(options, config, DEFAULT_PROFILE)
     placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
-    plan |= forecast(placed)
+    plan |= {**forecast(placed), "adapters": adapter_lines(placed)}
     if isinstance(placed, PlacedRun):
         plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed, bounded=facts is not None)}
     plan["checkpoint"] |= _disk(config)

@@ -29,7 +29,7 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(Text(f"\n{plan['placement']}"))
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
-        (_roles_table(plan), _rollout_notes(plan) if generates else ()),
+        (_roles_table(plan), (*plan["adapters"], *(_rollout_notes(plan) if generates else ()))),
         (_memory_table(plan), (*MEMORY_NOTES, f"{plan['kv_cache']['line']}.") if generates else FIXED_MEMORY_NOTES),
     ]
     if generates:

@@ -14,11 +14,10 @@ from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.tokenizers import tokenizer_digest
-from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files, digest_samples
+from hybridflow.parallel.agreement import WEIGHT_FILES, code_digests, digest_bytes, digest_files, digest_samples
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
 
-WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
 ADAPTER_FILES = ("adapter_*", "*.distcp", ".metadata")  # of PEFT, or of a checkpoint
 
 

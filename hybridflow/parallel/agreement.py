@@ -23,6 +23,7 @@ from hybridflow.parallel.versions import installed_version
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
 CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
 SAMPLE_BYTES = 1 << 14
+WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
 
 

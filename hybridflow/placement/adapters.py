@@ -30,7 +30,9 @@ def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> 
     for field in ("rank", "alpha", "use_rslora"):
         mine, theirs = getattr(config, field), getattr(found, field)
         if mine is not None and mine != theirs:
-            raise ConfigError(f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave it out")
+            raise ConfigError(
+                f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave {key}.{field} out"
+            )
     return found
 
 

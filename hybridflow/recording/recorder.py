@@ -69,6 +69,7 @@ class RunSummary:
             ("time", f"{self.seconds:.0f} s"),
             ("run directory", str(run_dir)),
             *([("trained model", str(run_dir / "hf"))] if exported else []),
+            *([("adapters", str(run_dir / "adapter"))] if exported and (run_dir / "adapter").is_dir() else []),
         ]
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
@@ -26,6 +25,7 @@ from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.versions import set_line
 from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.placement.adapter_lines import adapter_lines
 from hybridflow.placement.placed import PlacedModels
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.recorder import Recorder
@@ -154,34 +154,7 @@ def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
 
 def start_notes(placed: PlacedModels) -> list[str]:
     """Which releases are installed, which kernels the models take, and which models have adapters."""
-    return [set_line(), _kernels(placed.config), *adapter_notes(placed)]
-
-
-LOW_RATE = 5e-6  # of adapters; full training takes about a tenth (docs/guides/lora.md)
-
-
-def adapter_notes(placed: PlacedModels) -> list[str]:
-    """What adapters are trained in place of weights, and what they leave out."""
-    notes = []
-    for name, model in placed.models.items():
-        spec, config = model.spec, model.config
-        if spec.lora is None or not isinstance(config, TrainedRoleConfig):
-            continue
-        trained, frozen = num_trained(spec, model.head), num_parameters(spec.base, spec.head)
-        line = f"{name}.lora: trains {trained:,} elements beside {frozen:,} frozen ones (rank {spec.lora.rank}, "
-        line += f"scale {spec.lora.scale:g})"
-        if spec.num_experts:
-            line += "; routed experts have no adapters"
-        if name == "actor" and placed.config.reference_is_base:
-            own = "with those of adapter_path" if placed.begins_with_adapters else "without them"
-            line += f"; the actor {own} is the reference"
-        notes.append(line)
-        if config.optimizer.name == "adam" and 0 < config.optimizer.lr < LOW_RATE:
-            notes.append(
-                f"{name}.optimizer.lr = {config.optimizer.lr:g} is low for adapters: they take about ten times the "
-                "rate of full training"
-            )
-    return notes
+    return [set_line(), _kernels(placed.config), *adapter_lines(placed)]
 
 
 def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:

@@ -170,9 +170,9 @@ def test_a_key_may_change_or_not(key: str, value: Any, resume: Effect, fork: Eff
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("rank", 16, "have that rank"),
-        ("target_modules", ["q_proj"], "belong to those linear layers"),
-        ("exclude_modules", ["o_proj"], "belong to those linear layers"),
+        ("rank", 16, "have the former rank"),
+        ("target_modules", ["q_proj"], "belong to the former linear layers"),
+        ("exclude_modules", ["o_proj"], "belong to the former linear layers"),
         ("alpha", 64.0, "trained with the former scale"),
         ("use_rslora", True, "trained with the former scale"),
         ("adapter_path", "other", "began with those of that directory"),

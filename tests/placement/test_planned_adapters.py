@@ -1,6 +1,7 @@
 """What a plan counts of adapters: elements by hand, memory, checkpoints, what travels; what fits 80 GB."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
+from hybridflow.placement.adapter_lines import adapter_lines
 from hybridflow.placement.forecast import forecast
 from hybridflow.placement.placed import PlacedRun, place
+from tests.distributed.lora_cases import adapted
 from tests.distributed.tiny_experiment import write_config
 from tests.launch import ROOT
 from tests.tiny_models import make_checkpoints
@@ -96,3 +99,34 @@ def test_an_8b_fits_one_gpu_and_a_70b_four(name: str, ranks: int, capsys: pytest
     assert "Fits:" in said and "trained" in said
     full = ["actor.lora=null", "algorithm.kl.use=none"]
     assert main([str(ROOT / "configs" / f"{name}.yaml"), "--memory-gib", "80", "--world-size", str(ranks), *full]) == 3
+
+
+def test_what_a_plan_says_of_adapters(inputs: Path, tmp_path: Path) -> None:
+    shared = {"model": str(inputs / "policy"), "lora": {"rank": RANK}}
+    own, base = adapter_elements(), base_elements(vocab=VOCAB)
+    assert adapter_lines(placed(inputs, tmp_path, 1, critic=shared)) == [
+        f"actor.lora: trains {own:,} elements beside {base:,} frozen ones (rank 4, scale 8); the reference is the base "
+        "model without adapters, and takes no memory of its own",
+        f"critic.lora: trains {own + HIDDEN:,} elements beside {base - VOCAB * HIDDEN:,} frozen ones (rank 4, "
+        "scale 8); the frozen ones are the actor's",
+    ]
+    slow = {"optimizer": {"lr": 1e-6}}
+    [_, rate, again] = adapter_lines(
+        placed(inputs, tmp_path, 1, actor=slow, reference={"model": str(inputs / "policy"), "dtype": "float32"})
+    )
+    assert rate.startswith("actor.optimizer.lr = 1e-06 is low for adapters")
+    assert again.startswith("reference.model is the actor's base model, a second time in memory")
+
+
+def test_adapters_of_other_weights_are_told(inputs: Path, tmp_path: Path) -> None:
+    """As those of a run over the model that they were merged into already."""
+    adapted(inputs / "policy", "llama", seed=1).save_pretrained(tmp_path / "adapter")
+    lora = {"lora": {"adapter_path": str(tmp_path / "adapter")}}
+    assert len(adapter_lines(placed(inputs, tmp_path, 1, actor=lora))) == 1
+    shutil.copytree(inputs / "policy", tmp_path / "elsewhere")
+    assert len(adapter_lines(placed(inputs, tmp_path, 1, actor=lora | {"model": str(tmp_path / "elsewhere")}))) == 1
+    [_, said] = adapter_lines(placed(inputs, tmp_path, 1, actor=lora | {"model": str(inputs / "reference")}))
+    assert said == (
+        f"warning: actor.lora.adapter_path = {tmp_path / 'adapter'}: these adapters were trained beside "
+        f"{inputs / 'policy'}, and actor.model = {inputs / 'reference'} has other weights"
+    )
