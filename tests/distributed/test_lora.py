@@ -174,7 +174,10 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
             difference = (found[name] - expected[name]).abs().max() / largest
             assert difference <= TOLERANCE, f"{name}: {difference:.2e} of the largest"
     for name in [name for name in expected if "_grad/" not in name]:
-        assert_close(found[name], expected[name], name)
+        if name.endswith("actor/loss"):  # a sum of terms of about 1, which nearly cancel
+            assert abs(float(found[name] - expected[name])) < 2e-6, name
+        else:
+            assert_close(found[name], expected[name], name)
 
 
 # ------------------------------------------------------------------------------------------------ tests
