@@ -105,12 +105,11 @@ class PlacedRun(PlacedModels):
         critic, actor = self.models.get("critic"), self.actor
         if critic is None or critic.spec.lora is None or actor.spec.lora is None:
             return False
-        alike = (critic.spec.path, critic.config.dtype, critic.layout) == (
+        return (critic.spec.path, critic.config.dtype, critic.layout) == (
             actor.spec.path,
             actor.config.dtype,
             actor.layout,
         )
-        return alike
 
     @property
     def keeps_base(self) -> bool:
