@@ -37,8 +37,9 @@ def layer_products(
         return [(hidden, gates * width, share), (width, hidden, share)]
 
     attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
-    everywhere = mlp(spec.mlp_size(kind) / tp) if spec.mlp_size(kind) else []
-    if kind == "dense":
+    size = spec.mlp_size(kind.mlp)
+    everywhere = mlp(size / tp) if size else []
+    if kind.mlp == "dense":
         return [*attention, *everywhere]
     experts = mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
     return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *everywhere]

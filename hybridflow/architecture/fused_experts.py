@@ -27,9 +27,10 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
     directory = SafetensorsDirectory(path)
     for layer in range(spec.num_layers if spec.num_experts else 0):
         there = f"model.layers.{layer}.mlp."
-        if spec.layer_kind(layer) != "experts" or f"{there}{GATE_UP}" not in directory:
+        kind = spec.layer_kind(layer)
+        if kind.mlp != "experts" or f"{there}{GATE_UP}" not in directory:
             continue
-        for weight in layer_weights(spec, "experts"):
+        for weight in layer_weights(spec, kind):
             fused = FUSED.get(weight.megatron.removeprefix("decoder.layers.{layer}."))
             if fused is not None and there + fused in directory:
                 _cut(directory, there + fused, weight.for_layer(layer), spec)

@@ -52,7 +52,9 @@ def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
     rows = sum(shape[0] for shape in shapes)
     if weight.split is Split.QKV:
         return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, head_dim=spec.head_dim)
-    return Matrix(weight.split, rows, columns, experts=max(weight.experts, 1), engine_split=weight.engine_split)
+    runs = weight.runs(spec) if weight.split is Split.PARTS and weight.runs is not None else ()
+    experts = max(weight.experts, 1)
+    return Matrix(weight.split, rows, columns, experts=experts, engine_split=weight.engine_split, runs=runs)
 
 
 def whole_shape(weight: Weight, spec: ModelSpec) -> Shape:

@@ -11,12 +11,15 @@ A part is a tensor of a HuggingFace checkpoint.
     GATED        gate, up, or both in one, an expert      of each expert [rows of r of gate; rows of r of up]
     QKV          q, k, v                                  an even share of the rows, which stand per key/value group
                                                           [q of the group; k; v]
+    PARTS        any, whose rows are of several runs,     of each expert [rows of r of the first run; of the second;
+                 an expert                                ...]
 
 A rank has a run of consecutive experts, and of each of these experts the rank's share of the rows.
 """
 
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from hybridflow.parallel.layout import Place
@@ -33,6 +36,7 @@ class Split(Enum):
     COLUMNS = auto()
     GATED = auto()
     QKV = auto()
+    PARTS = auto()
 
 
 class Matrix(NamedTuple):
@@ -41,11 +45,12 @@ class Matrix(NamedTuple):
     split: Split
     rows: int
     columns: int
-    num_heads: int = 0  # the heads: QKV alone
+    num_heads: int = 0  # the heads, of gates too: QKV alone
     num_kv_heads: int = 0
     head_dim: int = 0
     experts: int = 1
     engine_split: Split | None = None  # where the engine splits otherwise than megatron
+    runs: tuple[int, ...] = ()  # how many rows each run of an expert has: PARTS alone
 
 
 class Shard(NamedTuple):
@@ -83,6 +88,13 @@ def training_shard(matrix: Matrix, place: Place) -> Shard:
             start, stop = share(half, place.tp, place.tp_rank)
             halves = range(2 * experts[0], 2 * experts[1])
             return Shard(joined([(half * i + start, half * i + stop) for i in halves]), columns)
+        case Split.PARTS:
+            runs = matrix.runs * (experts[1] - experts[0])
+            found = []
+            for at, run in zip(accumulate(runs, initial=rows[0]), runs, strict=False):
+                start, stop = share(run, place.tp, place.tp_rank)
+                found.append((at + start, at + stop))
+            return Shard(joined(found), columns)
     return Shard((share(matrix.rows, place.tp, place.tp_rank),), columns)
 
 

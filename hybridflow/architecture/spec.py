@@ -6,8 +6,9 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.families import FAMILIES, Family
@@ -20,11 +21,22 @@ from hybridflow.formats.json_text import parse_json
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
-LayerKind = Literal["dense", "experts"]  # what a layer has in place of an MLP: that, or a mixture of experts
+Mixer = Literal["attention"]  # what lets the tokens of a sequence read each other
+Mlp = Literal["dense", "experts"]  # what a layer has in place of an MLP: that, or a mixture of experts
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
 MOST_LAYERS = 10_000
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    mixer: Mixer = "attention"
+    mlp: Mlp = "dense"
+
+
+DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class ModelSpec:
     projected_size: int | None = None  # of the embeddings, projected in and out; None: they have the hidden size
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
+    mixers: tuple[Mixer, ...] = ()  # of each layer; (): all attention
     num_experts: int = 0  # 0: one dense MLP
     num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
@@ -71,16 +84,17 @@ class ModelSpec:
         return self.traits.qk_norm if self.qk_norm_given is None else self.qk_norm_given
 
     def layer_kind(self, layer: int) -> LayerKind:
-        return "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
+        mlp: Mlp = "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
+        return LayerKind(self.mixers[layer] if self.mixers else "attention", mlp)
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds that there are, in the order in which they come first."""
-        return tuple(dict.fromkeys(map(self.layer_kind, (0, self.num_layers - 1))))
+        return tuple(dict.fromkeys(map(self.layer_kind, range(self.num_layers))))
 
-    def mlp_size(self, kind: LayerKind) -> int:
+    def mlp_size(self, mlp: Mlp) -> int:
         """Size of what every token of a layer goes through: the MLP, or the shared expert; 0 where there is none."""
-        if kind == "experts":
+        if mlp == "experts":
             return self.shared_ffn_hidden_size
         return self.dense_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
 

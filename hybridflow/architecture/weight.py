@@ -1,11 +1,11 @@
 """What an entry of the table of weights says of a parameter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import LayerKind, ModelSpec
 from hybridflow.parallel.layout import Group
 
 Shape = tuple[int, ...]
@@ -31,6 +31,7 @@ class Weight:
     layer: int | None = None
     float32: bool = False  # whatever the model's dtype, here and in the engine
     adapter: Literal["", "a", "b"] = ""  # which matrix of an adapter it is (`architecture.lora`)
+    runs: Callable[[ModelSpec], tuple[int, ...]] | None = None  # how many rows each run of PARTS has, of one expert
     stacked: bool = True  # in a torch_dist checkpoint with the same weight of the other layers, which are all alike
 
     @property
@@ -61,6 +62,5 @@ class Table:
     """The parameters of a family."""
 
     embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
-    layer: tuple[Weight, ...]
+    layers: Mapping[LayerKind, tuple[Weight, ...]]  # of each kind that there may be
     final: tuple[Weight, ...]  # between the last layer and the head: a norm
-    dense_layer: tuple[Weight, ...] = ()  # the first ones of a model with experts, where these have none

@@ -16,7 +16,7 @@ from math import prod
 
 from hybridflow.architecture.adapter_weights import adapter_weights
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
+from hybridflow.architecture.spec import DENSE, EXPERTS, Head, LayerKind, Mlp, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
 from hybridflow.architecture.weight import Shape, Shapes, Table, Weight
 
@@ -88,13 +88,13 @@ def _router_bias(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((spec.num_experts,),)
 
 
-def _gate_and_up_of(kind: LayerKind) -> Shapes:
-    """Of the MLP of a layer of a kind."""
-    return lambda spec: ((spec.mlp_size(kind), spec.hidden_size),) * 2
+def _gate_and_up_of(mlp: Mlp) -> Shapes:
+    """Of what every token of a layer goes through."""
+    return lambda spec: ((spec.mlp_size(mlp), spec.hidden_size),) * 2
 
 
-def _down_of(kind: LayerKind) -> Shapes:
-    return lambda spec: ((spec.hidden_size, spec.mlp_size(kind)),)
+def _down_of(mlp: Mlp) -> Shapes:
+    return lambda spec: ((spec.hidden_size, spec.mlp_size(mlp)),)
 
 
 def _score(spec: ModelSpec) -> tuple[Shape, ...]:
@@ -105,7 +105,7 @@ def _score(spec: ModelSpec) -> tuple[Shape, ...]:
 
 LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
 NORM_IN_QKV, NORM_IN_FC1 = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
-EXPERTS = "mlp.experts.experts."
+STORED_EXPERTS = "mlp.experts.experts."
 REPLICATED, ROWS, COLUMNS = Split.REPLICATED, Split.ROWS, Split.COLUMNS
 
 
@@ -137,7 +137,12 @@ def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     return (
         _layer("mlp.router.weight", hf + ".gate.weight", REPLICATED, _router),
         _layer(
-            "mlp.experts." + fc1, gate_up, Split.GATED, _gate_and_up, engine=engine + "w13_weight", stored=EXPERTS + fc1
+            "mlp.experts." + fc1,
+            gate_up,
+            Split.GATED,
+            _gate_and_up,
+            engine=engine + "w13_weight",
+            stored=STORED_EXPERTS + fc1,
         ),
         _layer(
             "mlp.experts." + fc2,
@@ -145,7 +150,7 @@ def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
             COLUMNS,
             _down,
             engine=engine + "w2_weight",
-            stored=EXPERTS + fc2,
+            stored=STORED_EXPERTS + fc2,
         ),
     )
 
@@ -264,19 +269,24 @@ PROJECT_IN = _top(
 )
 PROJECT_OUT = _top("project_out.weight", "model.decoder.project_out.weight", REPLICATED, _project_out)
 TABLES = {
-    "llama": Table(layer=LLAMA_LAYER, **ENDS),
-    "mistral": Table(layer=LLAMA_LAYER, **ENDS),
-    "qwen2": Table(layer=(*LLAMA_LAYER, QKV_BIAS), **ENDS),
-    "qwen3": Table(layer=(*LLAMA_LAYER, *QK_NORM), **ENDS),
-    "glm": Table(layer=(*ATTENTION, QKV_BIAS, MLP_NORM, GATE_UP, DOWN), **ENDS),
-    "opt": Table(layer=OPT_LAYER, **OPT_ENDS),
-    "mixtral": Table(layer=(*ATTENTION, ROUTER_NORM, *_experts("block_sparse_moe", "w1", "w3", "w2")), **ENDS),
+    "llama": Table(layers={DENSE: LLAMA_LAYER}, **ENDS),
+    "mistral": Table(layers={DENSE: LLAMA_LAYER}, **ENDS),
+    "qwen2": Table(layers={DENSE: (*LLAMA_LAYER, QKV_BIAS)}, **ENDS),
+    "qwen3": Table(layers={DENSE: (*LLAMA_LAYER, *QK_NORM)}, **ENDS),
+    "glm": Table(layers={DENSE: (*ATTENTION, QKV_BIAS, MLP_NORM, GATE_UP, DOWN)}, **ENDS),
+    "opt": Table(layers={DENSE: OPT_LAYER}, **OPT_ENDS),
+    "mixtral": Table(
+        layers={EXPERTS: (*ATTENTION, ROUTER_NORM, *_experts("block_sparse_moe", "w1", "w3", "w2"))}, **ENDS
+    ),
     "qwen3_moe": Table(
-        layer=(*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), **ENDS
+        layers={EXPERTS: (*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj"))},
+        **ENDS,
     ),
     "glm4_moe": Table(
-        layer=(*ATTENTION, QKV_BIAS, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
-        dense_layer=(*ATTENTION, QKV_BIAS, MLP_NORM, *DENSE_MLP),
+        layers={
+            EXPERTS: (*ATTENTION, QKV_BIAS, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
+            DENSE: (*ATTENTION, QKV_BIAS, MLP_NORM, *DENSE_MLP),
+        },
         **ENDS,
     ),
 }
@@ -293,11 +303,12 @@ def table_of(spec: ModelSpec) -> Table:
     table = TABLES[spec.family]
     if spec.post_norm:
         assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
-        table = replace(table, layer=OPT_POST_NORM_LAYER, final=())
+        table = replace(table, layers={DENSE: OPT_POST_NORM_LAYER}, final=())
     if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
-        table = replace(table, layer=(*table.layer, *QK_NORM), dense_layer=(*table.dense_layer, *QK_NORM))
+        table = replace(table, layers={kind: (*layer, *QK_NORM) for kind, layer in table.layers.items()})
     if spec.shared_ffn_hidden_size:
-        table = replace(table, layer=(*table.layer, *SHARED_EXPERT))
+        shared = {kind: SHARED_EXPERT if kind.mlp == "experts" else () for kind in table.layers}
+        table = replace(table, layers={kind: (*layer, *shared[kind]) for kind, layer in table.layers.items()})
     if spec.projected_size:
         tokens, *others = table.embeddings
         table = replace(table, embeddings=(tokens, PROJECT_IN, *others), final=(*table.final, PROJECT_OUT))
@@ -311,10 +322,8 @@ def embedding(spec: ModelSpec) -> Weight:
 
 def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
     """Of each layer of a kind."""
-    table = table_of(spec)
-    in_layer = table.dense_layer if kind == "dense" and spec.num_experts else table.layer
     stacked = len(spec.layer_kinds) == 1
-    weights = (replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in in_layer)
+    weights = (replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in table_of(spec).layers[kind])
     return tuple(each for weight in weights for each in (weight, *adapter_weights(weight, spec.lora)))
 
 

@@ -127,10 +127,10 @@ def _layer_spec(
     traits, classes = spec.traits, layer_classes()
     if _has_engine_layers(spec):
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
+            num_experts=spec.num_experts if kind.mlp == "experts" else None, qk_layernorm=spec.qk_norm
         )
         if spec.lora is not None:
-            _take_norms_out(layer, norm, has_mlp=kind == "dense")
+            _take_norms_out(layer, norm, has_mlp=kind.mlp == "dense")
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm)
         _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=spec.qk_norm)
@@ -139,7 +139,7 @@ def _layer_spec(
         layer.module = classes.layer_of_rms_norms
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
-    if kind == "experts":
+    if kind.mlp == "experts":
         router = SigmoidRouter if traits.sigmoid_router else Router
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})

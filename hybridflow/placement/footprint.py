@@ -76,10 +76,11 @@ def expert_elements(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """Of `stage_elements`, those of experts, which are trained."""
     if not spec.num_experts or spec.lora is not None:
         return (0,) * layout.pp
-    weights = [weight for weight in layer_weights(spec, "experts") if weight.group == "experts"]
-    of_layer = sum(prod(shard_shape(weight, spec, layout.cut)) for weight in weights)
-    stages = layout.stages(spec.num_layers)
-    return tuple(of_layer * sum(spec.layer_kind(layer) == "experts" for layer in layers) for layers in stages)
+    of_layer = {
+        kind: sum(prod(shard_shape(w, spec, layout.cut)) for w in layer_weights(spec, kind) if w.group == "experts")
+        for kind in spec.layer_kinds
+    }
+    return tuple(sum(of_layer[spec.layer_kind(layer)] for layer in layers) for layers in layout.stages(spec.num_layers))
 
 
 class _Parts(NamedTuple):
@@ -164,8 +165,8 @@ def layer_bytes(
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
     split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
-    width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind)
-    if kind == "experts":
+    width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind.mlp)
+    if kind.mlp == "experts":
         width += spec.experts_per_token * (4 * spec.ffn_hidden_size + spec.hidden_size * cut.expert_tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
@@ -184,7 +185,7 @@ def adapter_columns(spec: ModelSpec, kind: LayerKind) -> int:
 
 def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:
     """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token."""
-    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind == "experts" else 0
+    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind.mlp == "experts" else 0
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.architecture.families import FAMILIES
 from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape, whole_parts, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
@@ -32,10 +33,10 @@ def tiny_spec(**changes: object) -> ModelSpec:
         norm_eps=1e-6,
         tied=False,
         max_positions=64,
-        num_experts=4,
-        experts_per_token=2,
     )
-    return ModelSpec(**{**fields, **changes})
+    traits = next(each for each in FAMILIES.values() if each.name == changes.get("family", fields["family"]))
+    experts = {"num_experts": 4, "experts_per_token": 2} if traits.expert_keys else {}
+    return ModelSpec(**{**fields, **experts, **changes})
 
 
 @dataclass

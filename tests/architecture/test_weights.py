@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
+from hybridflow.architecture.spec import ARCHITECTURES, DENSE, ModelSpec, read_spec
 from hybridflow.architecture.weights import (
     TABLES,
     canonical_name,
@@ -37,7 +37,7 @@ def test_canonical_name(name: str, expected: str) -> None:
 
 
 def test_for_layer_fills_every_name() -> None:
-    weight = next(w for w in layer_weights(tiny_spec(), "experts") if "linear_fc1" in w.megatron).for_layer(7)
+    weight = next(w for w in layer_weights(tiny_spec(), DENSE) if "linear_fc1" in w.megatron).for_layer(7)
     assert weight.megatron == "decoder.layers.7.mlp.linear_fc1.weight"
     assert weight.hf == ("model.layers.7.mlp.gate_proj.weight", "model.layers.7.mlp.up_proj.weight")
     assert weight.engine == "model.layers.7.mlp.gate_up_proj.weight"

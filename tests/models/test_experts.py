@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hybridflow.architecture.spec import EXPERTS
 from hybridflow.models.experts import Experts, MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.parallel.layout import Cut, Place
@@ -81,10 +82,14 @@ def test_a_plan_counts_what_experts_keep_for_the_backward_pass(dtype: torch.dtyp
         outputs = experts(tokens, shares, torch.randint(0, 4, (t, k)))
     assert outputs.dtype == dtype
     per_token = partial(
-        layer_bytes, kind="experts", cut=Cut(), sequence_parallel=False, recompute="none", itemsize=dtype.itemsize
+        layer_bytes, kind=EXPERTS, cut=Cut(), sequence_parallel=False, recompute="none", itemsize=dtype.itemsize
     )
-    of_experts = per_token(small_spec(num_experts=4, experts_per_token=k, ffn_hidden_size=f, hidden_size=h))
-    without = per_token(small_spec(num_experts=4, experts_per_token=0, ffn_hidden_size=f, hidden_size=h))
+    of_experts = per_token(
+        small_spec(family="mixtral", num_experts=4, experts_per_token=k, ffn_hidden_size=f, hidden_size=h)
+    )
+    without = per_token(
+        small_spec(family="mixtral", num_experts=4, experts_per_token=0, ffn_hidden_size=f, hidden_size=h)
+    )
     numbers = t * k * (4 + 3 * 8) + 16  # shares, the order, what leads there and back; ends of experts
     assert t * (of_experts - without) <= kept.peak <= t * (of_experts - without) + numbers
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.spec import DENSE, ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Cut, Layout
@@ -222,7 +222,7 @@ def test_models_of_a_rank_take_turns_to_compute() -> None:
 
 def layer(recompute: str, tp: int = 1, sequence_parallel: bool = False) -> float:
     how = dict(sequence_parallel=sequence_parallel, recompute=recompute, itemsize=2)
-    return layer_bytes(small_spec(), "dense", cut=Cut(tp), **how)
+    return layer_bytes(small_spec(), DENSE, cut=Cut(tp), **how)
 
 
 def test_a_layers_activations_by_hand() -> None:
