@@ -39,6 +39,20 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES |= {
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 8,  # as many as the model has
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+TEXT = {"Qwen3_5": "Qwen3_5Text"}  # prefixes that transformers has for configs, and for models that score
 SCORES = {"glm4_moe": "mixtral"}  # of which transformers has no model that scores: another one does
 
 
@@ -85,7 +99,9 @@ def make_checkpoints(
     for number, name in enumerate(("policy", "reference", "reward", "critic")):
         prefix, extra = FAMILIES[family if number < 2 else SCORES.get(family, family)]
         torch.manual_seed(100 * seed + number)
-        config = getattr(transformers, prefix + "Config")(
+        text = TEXT.get(prefix, prefix)
+        extra = {key: x[:num_layers] if key == "layer_types" else x for key, x in extra.items()}
+        config = getattr(transformers, text + "Config")(
             **{
                 "vocab_size": VOCAB_SIZE,
                 "hidden_size": 8 * head_dim,
@@ -103,7 +119,8 @@ def make_checkpoints(
                 **(changes or {}),
             }
         )
-        model = getattr(transformers, prefix + ("ForCausalLM" if number < 2 else "ForSequenceClassification"))(config)
+        name_of_class = prefix + "ForCausalLM" if number < 2 else text + "ForSequenceClassification"
+        model = getattr(transformers, name_of_class)(config)
         randomise(model, std)
         model.save_pretrained(directory / name)
         make_tokenizer().save_pretrained(directory / name)
@@ -122,7 +139,7 @@ def give_own_head(directory: Path) -> Tensor:
 
 def randomise(model: torch.nn.Module, std: float) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 and "A_log" not in name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
         else:
             torch.nn.init.normal_(parameter, std=std)

@@ -19,7 +19,8 @@ from hybridflow.architecture.weight import Shape, Shapes, Weight
 
 WEIGHT, A, B = ".weight", ".lora_a", ".lora_b"
 HF = {A: ".lora_A.weight", B: ".lora_B.weight"}  # PEFT's names, behind that of the module
-ROW_SPLITS = (Split.QKV, Split.GATED, Split.ROWS)
+ROW_SPLITS = (Split.QKV, Split.GATED, Split.ROWS, Split.PARTS)
+CONVOLUTION = ".conv1d.weight"  # no matrix
 
 
 def is_linear(weight: Weight) -> bool:
@@ -30,6 +31,7 @@ def is_linear(weight: Weight) -> bool:
         and not weight.experts
         and weight.megatron.startswith("decoder.layers.")
         and weight.megatron.endswith(WEIGHT)
+        and not weight.megatron.endswith(CONVOLUTION)
     )
 
 
@@ -63,6 +65,7 @@ def adapter_weights(weight: Weight, lora: Lora | None) -> tuple[Weight, ...]:
             part_shapes=shapes,
             split=weight.split if is_cut else Split.REPLICATED,
             engine_split=weight.engine_split if is_cut else None,
+            runs=weight.runs if is_cut else None,
             stored="",
             adapter=of,
         )

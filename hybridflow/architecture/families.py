@@ -41,6 +41,7 @@ class Family:
     linear_bias: bool = False  # of all linear layers in a layer
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    zero_centered_norms: bool = False  # RMSNorm multiplies by 1 + weight
     qk_norm_key: str = ""  # says whether a model has them; none: as the family
     rotary_part: float = 1  # what a missing partial_rotary_factor means
     rotary_interleaved: bool = False  # neighbouring dimensions turn together, not those of two halves
@@ -54,6 +55,12 @@ class Family:
     dense_layers_key: str = ""  # how many of the first layers have no experts, missing: 1; none: no layer
     prediction_layers_key: str = ""  # how many layers that guess further tokens follow, missing: 1; they are left out
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
+    delta_nets: bool = False  # some layers are gated delta nets: layer_types says which
+    output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
+    shared_gate: bool = False  # a sigmoid multiplies what the shared expert gives
+    model_type: str = ""  # in config.json; none: the family's name
+    score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
+    has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
@@ -71,6 +78,12 @@ class Family:
 SILU = ConfigFieldRule("hidden_act", ("silu",), "must be silu")
 NO_ATTENTION_BIAS = ConfigFieldRule(
     "attention_bias", (False, None), "biases of attention are not supported in this family"
+)
+
+QWEN35_RULES = (
+    ConfigFieldRule("attn_output_gate", (True,), "attention without an output gate is not supported"),
+    ConfigFieldRule("output_gate_type", ("silu", "swish"), "must be silu"),
+    ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
 )
 
 FAMILIES = {
@@ -103,6 +116,21 @@ FAMILIES = {
         window=4096,
         window_switch=True,
         rules=(SILU, NO_ATTENTION_BIAS),
+    ),
+    "Qwen3_5": Family(
+        "qwen3_5",
+        model_type="qwen3_5_text",
+        score_architecture="Qwen3_5TextForSequenceClassification",
+        has_wrapper=True,
+        head_dim=256,
+        kv_heads=4,
+        max_positions=32768,
+        qk_norm=True,
+        zero_centered_norms=True,
+        rotary_part=0.25,
+        delta_nets=True,
+        output_gate=True,
+        rules=(SILU, NO_ATTENTION_BIAS, *QWEN35_RULES),
     ),
     "Glm": Family(
         "glm",

@@ -11,7 +11,8 @@ from collections import Counter
 
 from torch import Tensor
 
-from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
+from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.spec import Head, ModelSpec
 
 UPDATE = 3  # forward passes that an update is worth: the backward pass has two products for each
 FROZEN_UPDATE = 2  # of a model whose weights have no gradients: one; adapters are left out

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import prod
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -46,12 +47,12 @@ def _blocks(part_rows: Shape, groups: int) -> tuple[Block, ...]:
 def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
     """The whole parameter, with a padded vocabulary."""
     shapes = weight.shapes(spec)
-    columns = shapes[0][1] if len(shapes[0]) == 2 else 1
+    columns = prod(shapes[0][1:])
     if weight.split is Split.VOCAB:
         return Matrix(weight.split, spec.padded_vocab_size, columns)
     rows = sum(shape[0] for shape in shapes)
     if weight.split is Split.QKV:
-        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, head_dim=spec.head_dim)
+        return Matrix(weight.split, rows, columns, spec.num_query_blocks, spec.num_kv_heads, head_dim=spec.head_dim)
     runs = weight.runs(spec) if weight.split is Split.PARTS and weight.runs is not None else ()
     experts = max(weight.experts, 1)
     return Matrix(weight.split, rows, columns, experts=experts, engine_split=weight.engine_split, runs=runs)
@@ -76,6 +77,8 @@ def _shape_at(weight: Weight, spec: ModelSpec, place: Place) -> Shape:
     if weight.experts:
         experts = weight.experts // place.ep
         return (experts, shard.num_rows // experts, shard.num_columns)
+    if len(weight.shapes(spec)[0]) > 2:  # a convolution's, whose columns are never cut
+        return (shard.num_rows, *weight.shapes(spec)[0][1:])
     return (shard.num_rows, shard.num_columns)
 
 
@@ -118,7 +121,7 @@ def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]
 def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, place: Place) -> Tensor:
     """The megatron shard of one weight at a place, read from slices of the HuggingFace tensors."""
     shard, shapes = training_shard(matrix_of(weight, spec), place), weight.shapes(spec)
-    columns = slice(*shard.columns) if len(shapes[0]) > 1 else slice(None)
+    columns = slice(*shard.columns) if len(shapes[0]) == 2 else slice(None)
     pieces = [
         files.read(weight.hf[part], shapes[part], slice(part_row, part_row + count), columns)
         for part, part_row, _, count in overlaps(weight, spec, shard)
@@ -138,7 +141,7 @@ def whole_parts(weight: Weight, shards: list[Tensor], spec: ModelSpec, places: S
         rows = tensor if tensor.dim() == 1 else tensor.flatten(0, -2)
         for part, part_row, shard_row, count in overlaps(weight, spec, shard):
             target = parts[part][part_row : part_row + count]
-            if tensor.dim() > 1:
+            if target.dim() == 2:
                 target = target[:, slice(*shard.columns)]
-            target.copy_(rows[shard_row : shard_row + count])
+            target.copy_(rows[shard_row : shard_row + count].view(target.shape))
     return parts

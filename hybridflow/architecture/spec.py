@@ -8,35 +8,31 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hybridflow.architecture.adapter import check_no_adapter
+from hybridflow.architecture.config_fields import ConfigFields
 from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.layer_kinds import DeltaSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
-from hybridflow.architecture.rope import Rope, Rotary, is_number, num_angles, read_rope, rope_object, rotary
-from hybridflow.architecture.tied_head import has_own_head
+from hybridflow.architecture.rope import Rope, Rotary, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
-Mixer = Literal["attention"]  # what lets the tokens of a sequence read each other
-Mlp = Literal["dense", "experts"]  # what a layer has in place of an MLP: that, or a mixture of experts
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
-ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
-LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
-MOST_LAYERS = 10_000
-
-
-class LayerKind(NamedTuple):
-    """What a layer is made of."""
-
-    mixer: Mixer = "attention"
-    mlp: Mlp = "dense"
-
-
-DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")
+WRAPPER = "ForConditionalGeneration"  # a language model with what reads images beside it
+SCORES = next(suffix for suffix, head in HEADS.items() if head == "score")
+ARCHITECTURES: dict[str, tuple[str, Head]] = {
+    prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()
+}
+ARCHITECTURES |= {
+    each.score_architecture: (prefix, "score") for prefix, each in FAMILIES.items() if each.score_architecture
+}
+ARCHITECTURES |= {prefix + WRAPPER: (prefix, "lm") for prefix, family in FAMILIES.items() if family.has_wrapper}
+TEXT_CONFIG = "text_config"  # the language model's part of a wrapper's config.json
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,9 @@ class ModelSpec:
     projected_size: int | None = None  # of the embeddings, projected in and out; None: they have the hidden size
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
+    wrapped: bool = False  # what reads images lies beside the language model, and is left out
     mixers: tuple[Mixer, ...] = ()  # of each layer; (): all attention
+    delta: DeltaSizes | None = None  # of the layers that are gated delta nets
     num_experts: int = 0  # 0: one dense MLP
     num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
@@ -97,6 +95,16 @@ class ModelSpec:
         if mlp == "experts":
             return self.shared_ffn_hidden_size
         return self.dense_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
+
+    @property
+    def num_query_blocks(self) -> int:
+        """Heads of queries, and of their gates where there are any: blocks of `head_dim` rows in front of the keys."""
+        return self.num_heads * (2 if self.traits.output_gate else 1)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Those that keep keys and values of each token."""
+        return sum(self.layer_kind(layer).mixer != "delta_net" for layer in range(self.num_layers))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -210,7 +218,18 @@ def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
     raw = _read_json(file := Path(path) / "config.json")
     architecture = _architecture(file, raw)
     prefix, head = ARCHITECTURES[architecture]
-    return _Reader(file, raw, FAMILIES[prefix]).spec(head)
+    wrapped = architecture.endswith(WRAPPER)
+    fields = ConfigFields(file, _text_config(file, raw) if wrapped else raw, FAMILIES[prefix], wrapped=wrapped)
+    return ModelSpec(head=head, wrapped=wrapped, **fields.read(head))
+
+
+def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a wrapper, with what the wrapper says for both."""
+    text = raw.get(TEXT_CONFIG)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file}: {TEXT_CONFIG} = {text!r} is not supported: must be an object")
+    shared = ("tie_word_embeddings", "quantization_config", "compression_config")
+    return text | {key: raw[key] for key in shared if key in raw}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -244,171 +263,6 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     if head == spec.head:
         return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
-    suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
+    architecture = spec.traits.score_architecture or prefix + SCORES
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [prefix + suffix], **labels, **fewer}
-
-
-class _Reader:
-    """Fields of one config.json, each checked as it is read."""
-
-    def __init__(self, file: Path, raw: dict[str, Any], family: Family) -> None:
-        self._file, self._raw, self._family = file, raw, family
-
-    def spec(self, head: Head) -> ModelSpec:
-        family, raw = self._family, self._raw
-        missing = [key for key in family.required if not is_number(raw.get(key))]
-        if missing:
-            raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
-        self._check_rules()
-        hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
-        head_dim, kv_heads = hidden // heads, heads
-        if family.grouped:
-            head_dim, kv_heads = (
-                self._size("head_dim", family.head_dim or head_dim),
-                self._size("num_key_value_heads", self._missing("num_key_value_heads", family.kv_heads) or heads),
-            )
-        positions = self._size("max_position_embeddings", family.max_positions)
-        theta = family.rope_theta
-        rope = () if family.position_offset else read_rope(raw, self._refuse, theta=theta, positions=positions)
-        part = self._rotary_part()
-        spec = ModelSpec(
-            path=self._file.parent,
-            family=family.name,
-            head=head,
-            num_layers=self._size("num_hidden_layers", most=MOST_LAYERS),
-            hidden_size=hidden,
-            ffn_hidden_size=self._size(family.ffn_key),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=self._size("vocab_size"),
-            norm_eps=family.norm_eps or raw["rms_norm_eps"],
-            tied=head == "lm" and self._tied(),
-            max_positions=positions,
-            projected_size=self._projected_size(hidden),
-            post_norm=self._post_norm(),
-            rotary_dim=None if part == 1 else int(head_dim * part),
-            sliding_window=self._window(),
-            rope=rope,
-            pad_token_id=self._pad_token_id(),
-            qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
-            **(self._experts() if family.expert_keys else {}),
-        )
-        self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
-        self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
-        kind = raw.get("model_type")  # transformers and vLLM go by it
-        self._refuse("model_type", kind, kind != family.name, f"must be {family.name!r} for this architecture")
-        return spec
-
-    def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
-        """A positive whole number; `default` where the file leaves it out."""
-        value = self._raw.get(key)
-        if value is None and default is not None:
-            return default
-        if not is_number(value) or value != int(value) or not 0 < value <= most:
-            raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
-        return int(value)
-
-    def _missing(self, key: str, default: int | None) -> int | None:
-        """The default of a field that is not there; a null is none."""
-        return None if key in self._raw else default
-
-    def _pad_token_id(self) -> int | None:
-        value = self._raw.get("pad_token_id", self._family.pad_token_id)
-        wrong = value is not None and (not is_number(value) or value != int(value))
-        self._refuse("pad_token_id", value, wrong, "must be a token id or null")
-        return None if value is None or value < 0 else int(value)  # older files have -1 for none
-
-    def _check_rules(self) -> None:
-        raw = self._raw
-        quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
-        self._refuse("quantization_config", "...", quantised, "quantised weights")
-        for rule in self._family.rules:
-            value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
-            self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
-        eps = raw.get("rms_norm_eps", 0.0)
-        self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
-
-    def _tied(self) -> bool:
-        """Whether the output layer is the embedding."""
-        said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
-        return said and not has_own_head(self._file.parent, self._family.embedding, self._size("vocab_size"))
-
-    def _projected_size(self, hidden: int) -> int | None:
-        key = self._family.embedding_size_key
-        size = self._size(key, hidden) if key else hidden
-        return None if size == hidden else size
-
-    def _post_norm(self) -> bool:
-        key = self._family.pre_norm_key
-        before = self._raw.get(key, True) if key else True
-        self._refuse(key, before, not isinstance(before, bool), "must be true or false")
-        return not before
-
-    def _experts(self) -> dict[str, Any]:
-        keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
-        if not keys:
-            named = " or ".join(self._family.expert_keys)
-            raise CheckpointError(f"{self._file}: {named} is missing or no number: None")
-        num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
-        self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
-        normalize = self._family.normalize_router
-        if normalize is None:
-            normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
-        found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
-        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
-
-    def _dense_layers(self) -> dict[str, Any]:
-        key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
-        count = self._raw.get(key, 1) if key else 0
-        wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
-        self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
-        return (
-            {"num_dense_layers": int(count), "dense_ffn_hidden_size": self._size("intermediate_size")} if count else {}
-        )
-
-    def _prediction_layers(self) -> dict[str, Any]:
-        key = self._family.prediction_layers_key
-        count = self._raw.get(key, 1) if key else 0
-        return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
-
-    def _shared_experts(self) -> dict[str, Any]:
-        key = self._family.shared_experts_key
-        count = self._raw.get(key, 1) if key else 0
-        if not count:
-            return {}
-        return {"shared_ffn_hidden_size": self._size(key, count, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
-
-    def _scaling(self) -> dict[str, Any]:
-        if not self._family.sigmoid_router:
-            return {}
-        factor = self._raw.get("routed_scaling_factor", 1.0)
-        self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
-        return {"routed_scaling": float(factor)}
-
-    def _window(self) -> int | None:
-        """The sliding window that attention has, if any."""
-        raw, family = self._raw, self._family
-        if not family.has_window or (family.window_switch and not raw.get("use_sliding_window")):
-            return None
-        if raw.get("sliding_window", family.window) is None:
-            return None
-        return self._size("sliding_window", family.window)
-
-    def _rotary_part(self) -> float:
-        """The share of a head's dimensions that turn."""
-        default = self._family.rotary_part
-        part: float = rope_object(self._raw, self._refuse).get(
-            "partial_rotary_factor", self._raw.get("partial_rotary_factor", default)
-        )
-        partial = is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
-        self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
-        return part
-
-    def _refuse(self, key: str, value: object, refused: bool, rule: str) -> None:
-        if refused:
-            raise self._refusal(key, value, rule)
-
-    def _refusal(self, key: str, value: object, rule: str) -> CheckpointError:
-        return CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
+    return {"architectures": [architecture], **labels, **fewer}

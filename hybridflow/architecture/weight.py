@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import LayerKind, ModelSpec
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.parallel.layout import Group
 
 Shape = tuple[int, ...]

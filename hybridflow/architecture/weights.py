@@ -15,8 +15,9 @@ from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.adapter_weights import adapter_weights
+from hybridflow.architecture.layer_kinds import DENSE, EXPERTS, DeltaSizes, LayerKind, Mlp
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import DENSE, EXPERTS, Head, LayerKind, Mlp, ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
 from hybridflow.architecture.weight import Shape, Shapes, Table, Weight
 
@@ -49,7 +50,7 @@ def _positions(spec: ModelSpec) -> tuple[Shape, ...]:
 
 def _qkv(spec: ModelSpec) -> tuple[Shape, ...]:
     kv = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
-    return ((spec.num_heads * spec.head_dim, spec.hidden_size), kv, kv)
+    return ((spec.num_query_blocks * spec.head_dim, spec.hidden_size), kv, kv)
 
 
 def _qkv_bias(spec: ModelSpec) -> tuple[Shape, ...]:
@@ -97,6 +98,48 @@ def _down_of(mlp: Mlp) -> Shapes:
     return lambda spec: ((spec.hidden_size, spec.mlp_size(mlp)),)
 
 
+def _delta(spec: ModelSpec) -> DeltaSizes:
+    assert spec.delta is not None, f"{spec.family} has no gated delta nets"
+    return spec.delta
+
+
+def _delta_qkv_and_z(spec: ModelSpec) -> tuple[Shape, ...]:
+    sizes = _delta(spec)
+    return ((sum(sizes.runs), spec.hidden_size), (sizes.values, spec.hidden_size))
+
+
+def _delta_qkvz_runs(spec: ModelSpec) -> tuple[int, ...]:
+    return (*_delta(spec).runs, _delta(spec).values)
+
+
+def _delta_b_and_a(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((_delta(spec).value_heads, spec.hidden_size),) * 2
+
+
+def _delta_ba_runs(spec: ModelSpec) -> tuple[int, ...]:
+    return (_delta(spec).value_heads,) * 2
+
+
+def _delta_convolution(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((sum(_delta(spec).runs), 1, _delta(spec).kernel),)
+
+
+def _delta_convolution_runs(spec: ModelSpec) -> tuple[int, ...]:
+    return _delta(spec).runs
+
+
+def _delta_heads(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((_delta(spec).value_heads,),)
+
+
+def _delta_value_dim(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((_delta(spec).value_dim,),)
+
+
+def _delta_out(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, _delta(spec).values),)
+
+
 def _score(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((1, spec.embedding_size),)
 
@@ -105,6 +148,8 @@ def _score(spec: ModelSpec) -> tuple[Shape, ...]:
 
 LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
 NORM_IN_QKV, NORM_IN_FC1 = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
+CONVOLUTION = "self_attention.conv1d.weight"
+DELTA_DENSE = LayerKind("delta_net")
 STORED_EXPERTS = "mlp.experts.experts."
 REPLICATED, ROWS, COLUMNS = Split.REPLICATED, Split.ROWS, Split.COLUMNS
 
@@ -232,6 +277,38 @@ ENDS = {
     "embeddings": (_top(EMBEDDING, "model.embed_tokens.weight", Split.VOCAB, _vocab),),
     "final": (_top("decoder.final_layernorm.weight", "model.norm.weight", *VECTOR),),
 }
+NET = "linear_attn."  # of HuggingFace and the engine
+DELTA_NET = (
+    replace(INPUT_NORM, stored=""),  # not fused: two linear layers read what the norm gives
+    replace(
+        _layer(
+            "self_attention.in_proj_qkvz.weight",
+            f"{NET}in_proj_qkv.weight {NET}in_proj_z.weight",
+            Split.PARTS,
+            _delta_qkv_and_z,
+            engine=NET + "in_proj_qkvz.weight",
+        ),
+        runs=_delta_qkvz_runs,
+    ),
+    replace(
+        _layer(
+            "self_attention.in_proj_ba.weight",
+            f"{NET}in_proj_b.weight {NET}in_proj_a.weight",
+            Split.PARTS,
+            _delta_b_and_a,
+            engine=NET + "in_proj_ba.weight",
+        ),
+        runs=_delta_ba_runs,
+    ),
+    replace(
+        _layer(CONVOLUTION, NET + "conv1d.weight", Split.PARTS, _delta_convolution),
+        runs=_delta_convolution_runs,
+    ),
+    replace(_layer("self_attention.A_log", NET + "A_log", ROWS, _delta_heads), float32=True),
+    _layer("self_attention.dt_bias", NET + "dt_bias", ROWS, _delta_heads),
+    _layer("self_attention.out_norm.weight", NET + "norm.weight", REPLICATED, _delta_value_dim),
+    _layer("self_attention.out_proj.weight", NET + "out_proj.weight", COLUMNS, _delta_out),
+)
 OPT_ENDS = {
     "embeddings": (
         _top(EMBEDDING, "model.decoder.embed_tokens.weight", Split.VOCAB, _vocab),
@@ -281,6 +358,9 @@ TABLES = {
     "qwen3_moe": Table(
         layers={EXPERTS: (*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj"))},
         **ENDS,
+    ),
+    "qwen3_5": Table(
+        layers={DENSE: (*LLAMA_LAYER, *QK_NORM), DELTA_DENSE: (*DELTA_NET, MLP_NORM, GATE_AND_UP, DOWN)}, **ENDS
     ),
     "glm4_moe": Table(
         layers={

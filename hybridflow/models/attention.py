@@ -7,7 +7,7 @@ responses share a prompt: `shared_prompt`. `build` may choose other functions, a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.routing import Routing
 from hybridflow.models.shared_prompt import (
     VARLEN,
@@ -76,9 +77,26 @@ class PackedSequences(PackedSeqParams):
         cos, sin = ((factor * table)[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
         return replace(self, cos=cos, sin=sin)
 
+    @property
+    def sequences(self) -> Sequences:
+        """Where they lie, and which of them continue a shared prompt: for layers with a state."""
+        if self.shared is None:
+            return Sequences(self.lengths, (NO_PARENT,) * len(self.lengths))
+        return _continued(self.lengths, self.shared.prompts.start, tuple(self.shared.lengths))
+
     def runs(self) -> list[tuple[int, int]]:
         """(count, length) of neighbouring sequences of equal length."""
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+
+@lru_cache(maxsize=1 << 4)  # every layer of a micro-batch asks for the same
+def _continued(lengths: tuple[int, ...], start: int, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> Sequences:
+    """Prompts lie one after another from the token `start` on, and behind them what follows each."""
+    first = next(i for i in range(len(lengths)) if sum(lengths[:i]) == start)
+    followers = [first + number for number, (_, responses) in enumerate(groups) for _ in responses]
+    before = first + len(groups)
+    padding = len(lengths) - before - len(followers)
+    return Sequences(lengths, (*(NO_PARENT,) * before, *followers, *(NO_PARENT,) * padding))
 
 
 Attend = Callable[..., Tensor]  # (query, key, value, *, packed, scale) -> (tokens, heads, head_dim)

@@ -26,10 +26,11 @@ from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
 )
-from hybridflow.models.experts import MixtureOfExperts, SigmoidRouter
+from hybridflow.models.delta_net import DeltaNet
+from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
-from hybridflow.models.layers import mark
+from hybridflow.models.layers import KeepsFloat32, mark
 from hybridflow.models.lora import AdapterChoice, add_adapters
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import load_weights
@@ -194,11 +195,11 @@ class ValueModel(PackedModel):
         return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
 
 
-def _routers_kept(chunk: PackedModel) -> PackedModel:
-    """With those that compute in float32 in float32 again."""
+def _float32_kept(chunk: PackedModel) -> PackedModel:
+    """With what is float32 in any model in float32 again."""
     for module in chunk.modules():
-        if isinstance(module, SigmoidRouter):
-            module.float()
+        if isinstance(module, KeepsFloat32):
+            module.keep_float32()
     return chunk
 
 
@@ -211,6 +212,8 @@ def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: G
 
 
 def _knows_packing(mixer: nn.Module) -> bool:
+    if isinstance(mixer, DeltaNet):
+        return True
     return isinstance(mixer, GroupedSelfAttention) and isinstance(mixer.core_attention, PackedAttention)
 
 
@@ -264,6 +267,6 @@ def build_model(
         chunk: PackedModel = model_class(config, spec, grid, number)
         if spec.lora is not None:
             chunk.add_adapters(spec, grid)
-        chunks.append(_routers_kept(chunk.to(device=device, dtype=DTYPES[dtype])))
+        chunks.append(_float32_kept(chunk.to(device=device, dtype=DTYPES[dtype])))
     load_weights(chunks, spec, grid, head=head, head_seed=head_seed)
     return chunks

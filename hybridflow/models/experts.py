@@ -71,6 +71,10 @@ class SigmoidRouter(Router):
         self.weight = nn.Parameter(self.weight.data.float())
         self.expert_bias = nn.Parameter(torch.zeros(len(self.weight)), requires_grad=False)
 
+    def keep_float32(self) -> None:
+        """After a cast."""
+        self.float()
+
     def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = linear(tokens.float(), self.weight).sigmoid()
         chosen = (scores + self.expert_bias).topk(self._chosen).indices

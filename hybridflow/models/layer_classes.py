@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available as HAVE_APEX
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,6 +23,9 @@ from hybridflow.models.attention import (
     rotation,
 )
 from hybridflow.models.attention_backends import attend_on_gpus
+from hybridflow.models.delta_net import LinearClasses
+from hybridflow.models.delta_rule import DeltaRule, delta_rule
+from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.parallel.device import uses_cuda
@@ -84,6 +88,20 @@ def output_layer_config(config: TransformerConfig) -> TransformerConfig:
     found = copy.copy(config)
     found.gradient_accumulation_fusion = False
     return found
+
+
+def linear_classes(*, engine: bool) -> LinearClasses:
+    """engine: Transformer Engine's."""
+    if not engine:
+        return LinearClasses(ColumnParallelLinear, RowParallelLinear)
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return LinearClasses(TEColumnParallelLinear, TERowParallelLinear)
+
+
+def delta_rule_function(dtype: torch.dtype) -> DeltaRule:
+    """On GPUs in 16 bits by the kernels of flash-linear-attention, which take no other dtype."""
+    return delta_rule_by_fla if uses_cuda() and dtype != torch.float32 else delta_rule
 
 
 def attention_functions(dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash") -> AttentionFunctions:

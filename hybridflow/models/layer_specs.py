@@ -22,11 +22,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import nn
 
-from hybridflow.architecture.spec import LayerKind, ModelSpec
+from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.models.attention import PackedAttention
+from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
-from hybridflow.models.layer_classes import attention_functions, device_arguments, has_transformer_engine, layer_classes
-from hybridflow.models.layers import LayerNorm, ReLU
+from hybridflow.models.gated_attention import GatedSelfAttention
+from hybridflow.models.layer_classes import (
+    attention_functions,
+    delta_rule_function,
+    device_arguments,
+    has_transformer_engine,
+    layer_classes,
+    linear_classes,
+)
+from hybridflow.models.layers import LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
 from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
@@ -64,7 +74,9 @@ def transformer_config(
         activation_func=nn.functional.silu if traits.gated else nn.functional.relu,
         add_bias_linear=traits.linear_bias,
         add_qkv_bias=traits.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=spec.qk_norm and not traits.zero_centered_norms,  # else megatron sums such norms' gradients too
+        layernorm_zero_centered_gamma=traits.zero_centered_norms,
+        attention_output_gate=traits.output_gate,
         rotary_interleaved=traits.rotary_interleaved,
         **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
@@ -109,11 +121,17 @@ def block_spec(
     spec: ModelSpec, layers: tuple[int, ...], config: TransformerConfig, place: Place
 ) -> TransformerBlockSubmodules:
     """place: which part of the experts this rank has."""
-    norm = LayerNorm if spec.traits.norm_eps else layer_classes().rms_norm
+    norm = _norm_class(spec)
     kinds = [spec.layer_kind(layer) for layer in layers]
     by_kind = {kind: _layer_spec(spec, kind, norm, config, place) for kind in dict.fromkeys(kinds)}
     final = None if spec.post_norm else ModuleSpec(norm)
     return TransformerBlockSubmodules(layer_specs=[by_kind[kind] for kind in kinds], layer_norm=final)
+
+
+def _norm_class(spec: ModelSpec) -> type[nn.Module]:
+    if spec.traits.norm_eps:
+        return LayerNorm
+    return ZeroCenteredRMSNorm if spec.traits.zero_centered_norms else layer_classes().rms_norm
 
 
 def _has_engine_layers(spec: ModelSpec) -> bool:
@@ -125,15 +143,16 @@ def _layer_spec(
     spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], config: TransformerConfig, place: Place
 ) -> ModuleSpec:
     traits, classes = spec.traits, layer_classes()
+    layer: ModuleSpec
     if _has_engine_layers(spec):
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=spec.num_experts if kind.mlp == "experts" else None, qk_layernorm=spec.qk_norm
+            num_experts=spec.num_experts if kind.mlp == "experts" else None, qk_layernorm=config.qk_layernorm
         )
         if spec.lora is not None:
             _take_norms_out(layer, norm, has_mlp=kind.mlp == "dense")
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm)
-        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=spec.qk_norm)
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=config.qk_layernorm)
     parts = _submodules(layer, TransformerLayerSubmodules)
     if norm is classes.rms_norm:
         layer.module = classes.layer_of_rms_norms
@@ -143,14 +162,25 @@ def _layer_spec(
         router = SigmoidRouter if traits.sigmoid_router else Router
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
+    if kind.mixer == "delta_net":
+        assert spec.delta is not None, "a layer that is a gated delta net has sizes"
+        linear = linear_classes(engine=_has_engine_layers(spec))
+        rule = delta_rule_function(config.params_dtype)
+        parts.input_layernorm = norm
+        parts.self_attention = ModuleSpec(DeltaNet, params={"sizes": spec.delta, "linear": linear, "rule": rule})
+        return layer
     assert isinstance(parts.self_attention, ModuleSpec)
+    attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
     parts.self_attention.module = classes.self_attention
+    if traits.output_gate:
+        parts.self_attention.module = GatedSelfAttention
+    if traits.zero_centered_norms and spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = ZeroCenteredHeadNorm
     backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
     functions = attention_functions(config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend)
     core = ModuleSpec(PackedAttention, params={"functions": functions})
-    _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = core
-    found: ModuleSpec = layer
-    return found
+    attention.core_attention = core
+    return layer
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:

@@ -4,12 +4,14 @@ RMSNorm and SwiGLU are each one autograd function that keeps only the input, of 
 would record. `layer_classes` may choose other functions of the same gradients.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 Function = type[torch.autograd.Function]
 
@@ -18,6 +20,14 @@ def mark(parameter: nn.Parameter, **marks: bool | int) -> None:
     """Tell megatron of a parameter what it asks it for by attributes."""
     for name, value in marks.items():
         setattr(parameter, name, value)
+
+
+@runtime_checkable
+class KeepsFloat32(Protocol):
+    """A module with parameters that are float32 in a model of any dtype."""
+
+    def keep_float32(self) -> None:
+        """After a cast of the model."""
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -59,6 +69,65 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.function.apply(x, self.weight, self.eps)
         return y
+
+
+class ZeroCenteredRMSNormFunction(torch.autograd.Function):
+    """With r and n as above:  y = (1 + w) n,  dw = sum(dy n),  dx = r ((1 + w) dy - n mean((1 + w) dy n)).
+
+    Rounded once, behind the weight, as HuggingFace's Gemma and Qwen3.5 do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        y: Tensor = (x * r).mul_(1 + weight.float()).to(x.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        n, factor = x * r, 1 + weight.float()  # float32
+        products = grad * n
+        mean = (products @ factor).unsqueeze(-1).div_(x.shape[-1])
+        grad_weight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        return (grad * factor).addcmul_(n, mean, value=-1).mul_(r).to(x.dtype), grad_weight, None
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """y = (1 + w) x / sqrt(mean(x^2) + eps)."""
+
+    function = ZeroCenteredRMSNormFunction
+
+
+class OverHeads:
+    """Of a norm of each head, whose weight the heads of all tensor-parallel ranks share: gradients are summed here.
+
+    megatron sums them for its own layers alone, and with sequence parallelism for what is marked. `group` is set by who
+    builds the norm.
+    """
+
+    group: ProcessGroup | None = None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        y: Tensor = self.function.apply(x, weight, self.eps)
+        return y
+
+
+class HeadNorm(OverHeads, RMSNorm):
+    """y = w x / sqrt(mean(x^2) + eps) of each head."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        mark(self.weight, sequence_parallel=False)
+
+
+class ZeroCenteredHeadNorm(HeadNorm):
+    """y = (1 + w) x / sqrt(mean(x^2) + eps) of each head."""
+
+    function = ZeroCenteredRMSNormFunction
 
 
 class LayerNorm(nn.LayerNorm):

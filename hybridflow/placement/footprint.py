@@ -14,8 +14,9 @@ from functools import cache, partial, reduce
 from math import ceil, prod
 from typing import NamedTuple
 
+from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, table_of
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig

@@ -1,0 +1,207 @@
+"""The fields of a model's config.json, each checked as it is read: what `spec.read_spec` makes a `ModelSpec` of."""
+
+from pathlib import Path
+from typing import Any
+
+from hybridflow.architecture.families import Family
+from hybridflow.architecture.layer_kinds import DeltaSizes
+from hybridflow.architecture.rope import is_number, read_rope, rope_object
+from hybridflow.architecture.tied_head import has_own_head
+from hybridflow.errors import CheckpointError
+
+LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
+MOST_LAYERS = 10_000
+WRAPPED = "model.language_model."  # in front of the language model's tensors in a wrapper, in place of "model."
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+class ConfigFields:
+    """Fields of one config.json, each checked as it is read."""
+
+    def __init__(self, file: Path, raw: dict[str, Any], family: Family, *, wrapped: bool = False) -> None:
+        """wrapped: `raw` is a part of the file, that of the language model."""
+        self._file, self._raw, self._family, self._wrapped = file, raw, family, wrapped
+
+    def read(self, head: str) -> dict[str, Any]:
+        """The fields of `ModelSpec` but for the head. Errors: CheckpointError."""
+        family, raw = self._family, self._raw
+        missing = [key for key in family.required if not is_number(raw.get(key))]
+        if missing:
+            raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
+        self._check_rules()
+        hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
+        head_dim, kv_heads = hidden // heads, heads
+        if family.grouped:
+            head_dim, kv_heads = (
+                self._size("head_dim", family.head_dim or head_dim),
+                self._size("num_key_value_heads", self._missing("num_key_value_heads", family.kv_heads) or heads),
+            )
+        positions = self._size("max_position_embeddings", family.max_positions)
+        theta = family.rope_theta
+        rope = () if family.position_offset else read_rope(raw, self._refuse, theta=theta, positions=positions)
+        part = self._rotary_part()
+        found = dict(
+            path=self._file.parent,
+            family=family.name,
+            num_layers=self._size("num_hidden_layers", most=MOST_LAYERS),
+            hidden_size=hidden,
+            ffn_hidden_size=self._size(family.ffn_key),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=self._size("vocab_size"),
+            norm_eps=family.norm_eps or raw["rms_norm_eps"],
+            tied=head == "lm" and self._tied(),
+            max_positions=positions,
+            projected_size=self._projected_size(hidden),
+            post_norm=self._post_norm(),
+            rotary_dim=None if part == 1 else int(head_dim * part),
+            sliding_window=self._window(),
+            rope=rope,
+            pad_token_id=self._pad_token_id(),
+            qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
+            **(self._experts() if family.expert_keys else {}),
+            **(self._delta_nets() if family.delta_nets else {}),
+        )
+        self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
+        self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
+        kind = raw.get("model_type")  # transformers and vLLM go by it
+        must = family.model_type or family.name
+        self._refuse("model_type", kind, kind != must, f"must be {must!r} for this architecture")
+        return found
+
+    def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        """A positive whole number; `default` where the file leaves it out."""
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        if not is_number(value) or value != int(value) or not 0 < value <= most:
+            raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
+        return int(value)
+
+    def _missing(self, key: str, default: int | None) -> int | None:
+        """The default of a field that is not there; a null is none."""
+        return None if key in self._raw else default
+
+    def _pad_token_id(self) -> int | None:
+        value = self._raw.get("pad_token_id", self._family.pad_token_id)
+        wrong = value is not None and (not is_number(value) or value != int(value))
+        self._refuse("pad_token_id", value, wrong, "must be a token id or null")
+        return None if value is None or value < 0 else int(value)  # older files have -1 for none
+
+    def _check_rules(self) -> None:
+        raw = self._raw
+        quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
+        self._refuse("quantization_config", "...", quantised, "quantised weights")
+        for rule in self._family.rules:
+            value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
+            self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
+        eps = raw.get("rms_norm_eps", 0.0)
+        self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
+        embedding = self._family.embedding
+        if self._wrapped:
+            embedding = embedding.replace("model.", WRAPPED, 1)
+        return said and not has_own_head(self._file.parent, embedding, self._size("vocab_size"))
+
+    def _projected_size(self, hidden: int) -> int | None:
+        key = self._family.embedding_size_key
+        size = self._size(key, hidden) if key else hidden
+        return None if size == hidden else size
+
+    def _post_norm(self) -> bool:
+        key = self._family.pre_norm_key
+        before = self._raw.get(key, True) if key else True
+        self._refuse(key, before, not isinstance(before, bool), "must be true or false")
+        return not before
+
+    def _experts(self) -> dict[str, Any]:
+        keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
+        if not keys:
+            named = " or ".join(self._family.expert_keys)
+            raise CheckpointError(f"{self._file}: {named} is missing or no number: None")
+        num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
+        self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
+        normalize = self._family.normalize_router
+        if normalize is None:
+            normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
+        found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
+
+    def _dense_layers(self) -> dict[str, Any]:
+        key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
+        count = self._raw.get(key, 1) if key else 0
+        wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
+        self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
+        return (
+            {"num_dense_layers": int(count), "dense_ffn_hidden_size": self._size("intermediate_size")} if count else {}
+        )
+
+    def _prediction_layers(self) -> dict[str, Any]:
+        key = self._family.prediction_layers_key
+        count = self._raw.get(key, 1) if key else 0
+        return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
+
+    def _shared_experts(self) -> dict[str, Any]:
+        key = self._family.shared_experts_key
+        count = self._raw.get(key, 1) if key else 0
+        if not count:
+            return {}
+        return {"shared_ffn_hidden_size": self._size(key, count, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
+
+    def _scaling(self) -> dict[str, Any]:
+        if not self._family.sigmoid_router:
+            return {}
+        factor = self._raw.get("routed_scaling_factor", 1.0)
+        self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
+        return {"routed_scaling": float(factor)}
+
+    def _delta_nets(self) -> dict[str, Any]:
+        """Which layers are gated delta nets, and the sizes of these."""
+        raw, num_layers = self._raw, self._size("num_hidden_layers", most=MOST_LAYERS)
+        interval = self._size("full_attention_interval", 4)
+        kinds = raw.get("layer_types")
+        if kinds is None:
+            kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
+        known = isinstance(kinds, list) and len(kinds) == num_layers and set(kinds) <= {FULL, LINEAR}
+        self._refuse("layer_types", kinds, not known, f"must be {FULL} or {LINEAR} for each of {num_layers} layers")
+        sizes = DeltaSizes(
+            key_heads=self._size("linear_num_key_heads", 16),
+            value_heads=self._size("linear_num_value_heads", 32),
+            key_dim=self._size("linear_key_head_dim", 128),
+            value_dim=self._size("linear_value_head_dim", 128),
+            kernel=self._size("linear_conv_kernel_dim", 4),
+        )
+        uneven = sizes.value_heads % sizes.key_heads > 0
+        self._refuse("linear_num_value_heads", sizes.value_heads, uneven, f"must be a multiple of {sizes.key_heads}")
+        mixers = tuple("delta_net" if kind == LINEAR else "attention" for kind in kinds)
+        return {"mixers": mixers, "delta": sizes}
+
+    def _window(self) -> int | None:
+        """The sliding window that attention has, if any."""
+        raw, family = self._raw, self._family
+        if not family.has_window or (family.window_switch and not raw.get("use_sliding_window")):
+            return None
+        if raw.get("sliding_window", family.window) is None:
+            return None
+        return self._size("sliding_window", family.window)
+
+    def _rotary_part(self) -> float:
+        """The share of a head's dimensions that turn."""
+        default = self._family.rotary_part
+        part: float = rope_object(self._raw, self._refuse).get(
+            "partial_rotary_factor", self._raw.get("partial_rotary_factor", default)
+        )
+        partial = is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
+        self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
+        return part
+
+    def _refuse(self, key: str, value: object, refused: bool, rule: str) -> None:
+        if refused:
+            raise self._refusal(key, value, rule)
+
+    def _refusal(self, key: str, value: object, rule: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")

@@ -1,0 +1,42 @@
+"""What the layers of a model are made of, and the sizes that one kind of layer alone has."""
+
+from typing import Literal, NamedTuple
+
+# What lets the tokens of a sequence read each other. window: attention that reaches back `sliding_window` tokens;
+# latent: attention to keys and values that are made of one narrow vector a token (MLA); delta_net: a gated delta net.
+Mixer = Literal["attention", "window", "latent", "delta_net"]
+Mlp = Literal["dense", "experts"]  # what a token goes through behind it
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    mixer: Mixer = "attention"
+    mlp: Mlp = "dense"
+
+
+DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")
+
+
+class DeltaSizes(NamedTuple):
+    """Of a gated delta net: heads of keys and values, their dimensions, and the tokens that the convolution reads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Rows of all keys; of the queries as many."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values, which are each cut by heads."""
+        return self.keys, self.keys, self.values

@@ -1,0 +1,129 @@
+"""A gated delta net in place of attention, as Qwen3.5 has it in three layers of four (Yang et al. 2024, 2412.06464).
+
+For the hidden states x of a sequence:
+
+    q, k, v = silu(causal convolution of W_qkv x);   z = W_z x;   b = W_b x;   a = W_a x
+    o = delta rule of q, k, v with decays -exp(A_log) softplus(a + dt_bias) and rates sigmoid(b)
+    y = W_out (w o / rms(o) silu(z)),  the norm within each head
+
+Key heads are cut over the tensor-parallel ranks, and with each its value heads. `in_proj_qkvz` and `in_proj_ba` are
+what vLLM has under these names: of each part this rank's rows, one part below the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from hybridflow.architecture.layer_kinds import DeltaSizes
+from hybridflow.models.attention import PackedSequences
+from hybridflow.models.delta_rule import DeltaRule, causal_convolution
+from hybridflow.models.layers import HeadNorm
+
+LinearClass = Callable[..., Any]  # megatron's column- or row-parallel layer, or Transformer Engine's
+
+
+@dataclass
+class LinearClasses:
+    """Of a layer's linear layers."""
+
+    column: LinearClass
+    row: LinearClass
+
+    def by_rows(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
+        """Cut by rows: reads all tokens, and gives this rank's outputs."""
+        return self.column(inputs, outputs, gather_output=False, **_options(config, groups, skip_bias_add=False))
+
+    def by_columns(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
+        """Cut by columns: reads this rank's inputs, and gives the sum over the ranks."""
+        return self.row(inputs, outputs, input_is_parallel=True, **_options(config, groups, skip_bias_add=True))
+
+
+def _options(config: TransformerConfig, groups: ProcessGroupCollection, *, skip_bias_add: bool) -> dict[str, Any]:
+    return {
+        "config": config,
+        "init_method": config.init_method,  # never called: every weight is loaded
+        "bias": False,
+        "skip_bias_add": skip_bias_add,
+        "is_expert": False,
+        "tp_group": groups.tp,
+    }
+
+
+class Convolution(nn.Module):
+    """The weight of this rank's channels, (channels, 1, width), as torch has it."""
+
+    def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
+
+
+class DeltaNet(MegatronModule):
+    """megatron's `self_attention` of a layer: (tokens, 1, hidden) in and out."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        sizes: DeltaSizes,
+        linear: LinearClasses,
+        rule: DeltaRule,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        """kwargs: what a layer tells any attention."""
+        super().__init__(config=config)
+        self.layer_number, self._sizes, self._rule = layer_number, sizes, rule
+        ranks, heads, hidden = pg_collection.tp.size(), sizes.value_heads, config.hidden_size
+        self.in_proj_qkvz = linear.by_rows(config, hidden, 2 * sizes.keys + 2 * sizes.values, pg_collection)
+        self.in_proj_ba = linear.by_rows(config, hidden, 2 * heads, pg_collection)
+        self._keys, self._values = sizes.keys // ranks, sizes.values // ranks  # of this rank
+        self.conv1d = Convolution(2 * self._keys + self._values, sizes.kernel, config.params_dtype)
+        self.A_log = nn.Parameter(torch.empty(heads // ranks))
+        self.dt_bias = nn.Parameter(torch.empty(heads // ranks, dtype=config.params_dtype))
+        self.out_norm = HeadNorm(config, sizes.value_dim, config.layernorm_epsilon)
+        self.out_norm.group = pg_collection.tp
+        self.out_proj = linear.by_columns(config, sizes.values, hidden, pg_collection)
+        modules = config.recompute_modules or ()
+        self._again = config.recompute_granularity == "selective" and "core_attn" in modules
+
+    def keep_float32(self) -> None:
+        """After a cast: A_log is float32 in any model, here and in the engine."""
+        self.A_log.data = self.A_log.data.float()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(packed_seq_params, PackedSequences), "packed sequences alone"
+        qkvz, ba = (linear(hidden_states)[0].squeeze(1) for linear in (self.in_proj_qkvz, self.in_proj_ba))
+        mix = packed_seq_params.sequences
+
+        def core(qkvz: Tensor, ba: Tensor) -> Tensor:
+            qkv, gate = qkvz.split([2 * self._keys + self._values, self._values], dim=-1)
+            heads = causal_convolution(qkv, self.conv1d.weight.squeeze(1), mix)
+            q, k, v = heads.split([self._keys, self._keys, self._values], dim=-1)
+            rate, decay = ba.float().chunk(2, dim=-1)
+            decay = -self.A_log.exp() * softplus(decay + self.dt_bias.float())
+            q, k = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
+            v, gate = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, gate))
+            mixed = self._rule(q, k, v, decay, rate.sigmoid(), sequences=mix)
+            gated: Tensor = self.out_norm(mixed) * silu(gate.float())
+            return gated.to(mixed.dtype).flatten(1)
+
+        mixed = checkpoint(core, False, qkvz, ba) if self._again and self.training else core(qkvz, ba)
+        out: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
+        return out
