@@ -46,14 +46,29 @@ FAMILIES |= {
             "layer_types": ["linear_attention", "full_attention"] * 8,  # as many as the model has
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 16,
             "linear_value_head_dim": 12,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
 }
-TEXT = {"Qwen3_5": "Qwen3_5Text"}  # prefixes that transformers has for configs, and for models that score
-SCORES = {"glm4_moe": "mixtral"}  # of which transformers has no model that scores: another one does
+FAMILIES["qwen3_5_moe"] = (
+    "Qwen3_5Moe",
+    {
+        **FAMILIES["qwen3_5"][1],
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 48,
+    },
+)
+ZERO_CENTERED = ("Qwen3_5",)  # beginnings of names of classes in transformers
+TEXT = {
+    "Qwen3_5": "Qwen3_5Text",
+    "Qwen3_5Moe": "Qwen3_5MoeText",
+}  # prefixes that transformers has for configs, and for models that score
+SCORES = {
+    "glm4_moe": "mixtral",
+    "qwen3_5_moe": "mixtral",
+}  # of which transformers has no model that scores: another one does
 
 
 ROPE_LLAMA3 = {
@@ -138,11 +153,14 @@ def give_own_head(directory: Path) -> Tensor:
 
 
 def randomise(model: torch.nn.Module, std: float) -> None:
+    """Norms that multiply by 1 + weight have weights about 0, others about 1."""
+    around_zero = type(model).__name__.startswith(ZERO_CENTERED)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and "A_log" not in name:
-            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
-        else:
-            torch.nn.init.normal_(parameter, std=std)
+        if parameter.dim() == 1:
+            is_zero = name.endswith(("bias", "A_log")) or (around_zero and "norm" in name and "linear_attn" not in name)
+            torch.nn.init.normal_(parameter, mean=0.0 if is_zero else 1.0, std=0.1)
+        else:  # a convolution is as large as published ones
+            torch.nn.init.normal_(parameter, std=0.5 if "conv1d" in name else std)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
@@ -153,6 +171,7 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
     "glm4_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("mlp", ("gate_proj", "up_proj"), "down_proj")),
 }
 
 
@@ -170,7 +189,7 @@ def by_checkpoint_name(tensors: Mapping[str, Tensor], family: str) -> dict[str, 
                 found[f"{prefix}.{expert}.{down}.weight"] = its
             else:
                 found[f"{prefix}.{expert}.{gate}.weight"], found[f"{prefix}.{expert}.{up}.weight"] = its.chunk(2)
-        if x.dim() != 3:
+        if not (x.dim() == 3 and matrix in ("gate_up_proj", "down_proj")):
             found[name] = x
     return found
 

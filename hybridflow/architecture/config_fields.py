@@ -146,6 +146,8 @@ class ConfigFields:
         return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
 
     def _shared_experts(self) -> dict[str, Any]:
+        if self._family.shared_size_key:
+            return {"shared_ffn_hidden_size": self._size(self._family.shared_size_key, 512)}
         key = self._family.shared_experts_key
         count = self._raw.get(key, 1) if key else 0
         if not count:

@@ -57,10 +57,10 @@ class Family:
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
     delta_nets: bool = False  # some layers are gated delta nets: layer_types says which
     output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
-    shared_gate: bool = False  # a sigmoid multiplies what the shared expert gives
     model_type: str = ""  # in config.json; none: the family's name
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
     has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
+    shared_size_key: str = ""  # the size of an expert that every token goes through, times a sigmoid of a gate
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
@@ -131,6 +131,29 @@ FAMILIES = {
         delta_nets=True,
         output_gate=True,
         rules=(SILU, NO_ATTENTION_BIAS, *QWEN35_RULES),
+    ),
+    "Qwen3_5Moe": Family(
+        "qwen3_5_moe",
+        model_type="qwen3_5_moe_text",
+        has_wrapper=True,
+        ffn_key="moe_intermediate_size",
+        head_dim=256,
+        kv_heads=2,
+        max_positions=32768,
+        qk_norm=True,
+        zero_centered_norms=True,
+        rotary_part=0.25,
+        delta_nets=True,
+        output_gate=True,
+        expert_keys=("num_experts", "num_local_experts"),
+        shared_size_key="shared_expert_intermediate_size",
+        rules=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            *QWEN35_RULES,
+            ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
+            ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+        ),
     ),
     "Glm": Family(
         "glm",

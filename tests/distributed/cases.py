@@ -76,6 +76,8 @@ FAMILIES = {
     "rope_linear": ("llama", False, 4),
     "qwen3_moe": ("qwen3_moe", True, 2),
     "glm4_moe": ("glm4_moe", False, 2),
+    "qwen3_5": ("qwen3_5", False, 2),
+    "qwen3_5_moe": ("qwen3_5_moe", False, 4),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -83,7 +85,7 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral")  # these run samples of a prompt: every kind of position, experts
+GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5")  # these run samples of a prompt: every kind of layer
 SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
 STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"
@@ -107,6 +109,9 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "rope_linear": ("tp1pp1dp1vpp1-none",),
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
     "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
+    # states and convolutions that stages, recomputation, several chunks and tensor-parallel ranks cut; gates
+    "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
+    "qwen3_5_moe": (SPLIT, STAGED, MIXED),
 }
 CASES = (
     Case(all_budgets=True),
@@ -149,7 +154,7 @@ EXPERT_CASES = (
     Case(pp=2, dp=2, vpp=2, ep=2),
     Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")
 CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
