@@ -142,6 +142,35 @@ def make_checkpoints(
     return directory
 
 
+def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, num_layers: int = 2) -> Path:
+    """DIRECTORY: a published kind of Qwen3.5, whose language model lies beside what reads images and guesses tokens.
+
+    One layer that guesses tokens, as published ones have: transformers does not load it.
+    """
+    prefix, extra = FAMILIES["qwen3_5_moe" if experts else "qwen3_5"]
+    torch.manual_seed(11)
+    text = {
+        **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "mtp_num_hidden_layers": 1},
+        **{key: x[:num_layers] if key == "layer_types" else x for key, x in extra.items()},
+        "tie_word_embeddings": tied,
+    }
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    vision = {**sizes, "num_position_embeddings": 16, "patch_size": 4, "spatial_merge_size": 2}
+    config = getattr(transformers, prefix + "Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, architectures=None
+    )
+    model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
+    randomise(model, 0.15)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    file = directory / "model.safetensors"
+    guessing = {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.randn(64)}
+    save_file(load_file(file) | guessing, file, metadata={"format": "pt"})
+    return directory
+
+
 def give_own_head(directory: Path) -> Tensor:
     """Put an output layer of its own beside the embedding of a tied model, whose config.json goes on to say tied."""
     file = directory / "model.safetensors"

@@ -61,6 +61,7 @@ class ConfigFields:
             pad_token_id=self._pad_token_id(),
             qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
             **(self._experts() if family.expert_keys else {}),
+            **self._prediction_layers(),
             **(self._delta_nets() if family.delta_nets else {}),
         )
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
@@ -129,7 +130,7 @@ class ConfigFields:
         if normalize is None:
             normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
         found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
-        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
+        return found | self._dense_layers() | self._shared_experts() | self._scaling()
 
     def _dense_layers(self) -> dict[str, Any]:
         key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
@@ -142,7 +143,7 @@ class ConfigFields:
 
     def _prediction_layers(self) -> dict[str, Any]:
         key = self._family.prediction_layers_key
-        count = self._raw.get(key, 1) if key else 0
+        count = self._raw.get(key, self._family.prediction_layers_missing) if key else 0
         return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
 
     def _shared_experts(self) -> dict[str, Any]:

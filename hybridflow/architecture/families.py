@@ -53,7 +53,9 @@ class Family:
     normalize_missing: bool = False  # what a missing norm_topk_prob means
     sigmoid_router: bool = False  # float32, with a frozen bias for the choice; else softmax in the weights' dtype
     dense_layers_key: str = ""  # how many of the first layers have no experts, missing: 1; none: no layer
-    prediction_layers_key: str = ""  # how many layers that guess further tokens follow, missing: 1; they are left out
+    prediction_layers_key: str = ""  # how many layers that guess further tokens follow; they are left out
+    prediction_layers_missing: int = 1  # what a missing number of these means
+    prediction_layers_at: str = ""  # what names of their tensors begin with; none: model.layers, behind the others
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
     delta_nets: bool = False  # some layers are gated delta nets: layer_types says which
     output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
@@ -130,6 +132,9 @@ FAMILIES = {
         rotary_part=0.25,
         delta_nets=True,
         output_gate=True,
+        prediction_layers_key="mtp_num_hidden_layers",
+        prediction_layers_missing=0,
+        prediction_layers_at="mtp.",
         rules=(SILU, NO_ATTENTION_BIAS, *QWEN35_RULES),
     ),
     "Qwen3_5Moe": Family(
@@ -147,6 +152,9 @@ FAMILIES = {
         output_gate=True,
         expert_keys=("num_experts", "num_local_experts"),
         shared_size_key="shared_expert_intermediate_size",
+        prediction_layers_key="mtp_num_hidden_layers",
+        prediction_layers_missing=0,
+        prediction_layers_at="mtp.",
         rules=(
             SILU,
             NO_ATTENTION_BIAS,

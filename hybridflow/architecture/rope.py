@@ -93,7 +93,7 @@ def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

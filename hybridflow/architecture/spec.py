@@ -24,7 +24,7 @@ EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 WRAPPER = "ForConditionalGeneration"  # a language model with what reads images beside it
-SCORES = next(suffix for suffix, head in HEADS.items() if head == "score")
+LANGUAGE_MODEL, SCORES = HEADS  # ends of names
 ARCHITECTURES: dict[str, tuple[str, Head]] = {
     prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()
 }
@@ -119,6 +119,11 @@ class ModelSpec:
     def num_positions(self) -> int:
         """Rows of the table of learned positions."""
         return self.max_positions + self.traits.position_offset
+
+    @property
+    def config_section(self) -> str | None:
+        """The part of config.json that describes the language model; None: all of it."""
+        return TEXT_CONFIG if self.wrapped else None
 
     @property
     def base(self) -> "ModelSpec":
@@ -259,10 +264,12 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
 
     A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
-    fewer = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
-    if head == spec.head:
-        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
+    fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
+    if head == spec.head:
+        if spec.wrapped:
+            fewer |= {"architectures": [prefix + LANGUAGE_MODEL], "tie_word_embeddings": spec.tied}
+        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     architecture = spec.traits.score_architecture or prefix + SCORES
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [architecture], **labels, **fewer}

@@ -216,7 +216,13 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
 def left_out(config: RunConfig) -> list[str]:
     """What is in the models' directories and is not loaded, a line each. Errors: CheckpointError as `read_spec`."""
     specs = {name: read_spec(role.model) for name, role in config.roles().items()}
-    return [
+    images = [
+        f"{name}.model: what reads images is left out: the language model alone is trained, and exported as a model "
+        "of its own"
+        for name, spec in specs.items()
+        if spec.wrapped
+    ]
+    return images + [
         f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
         f"are left out: they guess further tokens, and are neither trained nor exported"
         for name, spec in specs.items()
