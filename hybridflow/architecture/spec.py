@@ -121,6 +121,12 @@ class ModelSpec:
         return self.max_positions + self.traits.position_offset
 
     @property
+    def language_model(self) -> str:
+        """HuggingFace's name of the architecture with the language model's head."""
+        prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == self.family)
+        return prefix + LANGUAGE_MODEL
+
+    @property
     def config_section(self) -> str | None:
         """The part of config.json that describes the language model; None: all of it."""
         return TEXT_CONFIG if self.wrapped else None
@@ -268,7 +274,7 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     if head == spec.head:
         if spec.wrapped:
-            fewer |= {"architectures": [prefix + LANGUAGE_MODEL], "tie_word_embeddings": spec.tied}
+            fewer |= {"architectures": [spec.language_model], "tie_word_embeddings": spec.tied}
         return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     architecture = spec.traits.score_architecture or prefix + SCORES
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -23,6 +23,9 @@ class EngineDevice(Protocol):
     def prepare(self) -> None:
         """Before an engine is built; may be called again."""
 
+    def prepare_states(self, architecture: str) -> None:
+        """Before an engine of a model with gated delta nets is built. architecture: of the language model."""
+
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released."""
 
@@ -67,6 +70,9 @@ class CudaEngine:
         from vllm.utils.torch_utils import current_stream
 
         current_stream()
+
+    def prepare_states(self, architecture: str) -> None:
+        """Nothing."""
 
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         """The backend of attention says how many tokens a block has."""

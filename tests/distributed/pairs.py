@@ -27,6 +27,8 @@ FAMILIES = {
     "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
     "glm4_moe": ("glm4_moe", False, 4),
+    "qwen3_5": ("qwen3_5", True, 4),
+    "qwen3_5_moe": ("qwen3_5_moe", False, 2),
     "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
 CHANGES = {

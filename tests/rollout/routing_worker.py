@@ -25,6 +25,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import single_steps, vllms_own_loader
 from tests.rollout.responses import responses_of
@@ -125,7 +126,7 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         directory,
         no_source,
         dtype="float32",
-        tied=spec.tied,
+        language_model=LanguageModel.of(spec),
         layout=layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

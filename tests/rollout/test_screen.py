@@ -16,6 +16,7 @@ from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.platform import Platform
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import without_bars
 
 
@@ -59,7 +60,7 @@ def test_an_engine_is_built_without_bars(monkeypatch: pytest.MonkeyPatch, capsys
             SimpleNamespace(),
             lambda name: torch.empty(0),
             dtype="float32",
-            tied=False,
+            language_model=LanguageModel("LlamaForCausalLM", tied=False),
             layout=RolloutLayout(1, 1, ((0,),)),
             stages=((0,),),
             max_length=8,

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridflow.cpu.engine.decoding import SeveralSteps
+from hybridflow.cpu.engine.delta_net import compute_delta_nets, register_language_models
 from hybridflow.cpu.engine.kv_cache import CpuKVCache
 from hybridflow.cpu.engine.patches import patch
 
@@ -18,6 +19,11 @@ class CpuEngine:
 
     def prepare(self) -> None:
         patch()
+
+    def prepare_states(self, architecture: str) -> None:
+        """vLLM's kernels there take bfloat16 alone, and a copy of a weight."""
+        compute_delta_nets()
+        register_language_models((architecture,))
 
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         return {

@@ -1,0 +1,43 @@
+"""What vLLM has to be told of the actor's model beside the directory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """architecture: HuggingFace's name of the language model. wrapped: what reads images lies beside it.
+
+    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence.
+    """
+
+    architecture: str
+    tied: bool
+    wrapped: bool = False
+    has_states: bool = False
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "LanguageModel":
+        return cls(spec.language_model, spec.tied, spec.wrapped, spec.delta is not None)
+
+    @property
+    def overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+        """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
+        if not self.wrapped:
+            return {"tie_word_embeddings": self.tied}
+        return self._of_text
+
+    def _of_text(self, config: Any) -> Any:
+        """The language model's part. vLLM asks for it more than once."""
+        text = getattr(config, TEXT_CONFIG, config)
+        text.architectures = [self.architecture]
+        text.tie_word_embeddings = self.tied
+        return text
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none."""
+        return {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if self.has_states else {}
