@@ -80,7 +80,8 @@ def size_kv_cache(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
             f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of "
-            f"{_words(spec, blocks, stages, rollout, itemsize)} = {needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
+            f"{_words(spec, blocks, stages, rollout, itemsize)} = {needed:,} bytes. "
+            f"rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
             "without the key the batch and the free memory decide"
         )
     return KVCacheSize(given, needed, blocks, True, own_blocks)
