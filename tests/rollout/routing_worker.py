@@ -63,6 +63,9 @@ CASES = {
     "chunks": Case("qwen3_moe", chunk=40, **SHARED),
     "full cache": Case("qwen3_moe", samples=3, prompt_lengths=(60, 61, 62), kv_bytes=9 * 3 * 2**16),
     "stages": Case("qwen3_moe", pp=2, replicas=((0, 1),), stages=((0,), (1, 2)), **SHARED),
+    # where other layers keep a state, of which no prefix is cached
+    "states": Case("qwen3_5_moe", **SHARED),
+    "states, tensor parallel": Case("qwen3_5_moe", tp=2, replicas=((0, 1),), **SHARED),
     "tensor parallel": Case("mixtral", tp=2, replicas=((0, 1),), **SHARED),
 }
 
