@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from hybridflow.architecture.flops import attention_flops
+from hybridflow.architecture.flops import mean_mixing_flops, mixer_products, mixer_shares
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
@@ -156,11 +156,15 @@ class Model:
 
     @cached_property
     def matrices(self) -> list[tuple[float, float]]:
-        """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not."""
+        """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not.
+
+        Where layers mix tokens by several kinds of mixers, of a layer in the mean.
+        """
         spec, tp = self.spec, self.tp
-        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        hidden = float(spec.hidden_size)
-        attention = [(hidden, (q + 2 * kv) / tp), (q / tp, hidden)]
+        hidden, attention = float(spec.hidden_size), list[tuple[float, float]]()
+        for mixer, share in mixer_shares(spec).items():
+            (k, n), (inner, out) = mixer_products(spec, mixer, tp=tp)
+            attention += [(k, n * share), (inner * share, out)]
         if self.experts is None:
             return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
         shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
@@ -194,7 +198,8 @@ class Model:
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
         """2.5 times as many operations backward as forward (Dao et al. 2022)."""
-        operations = attention_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
+        mixing = mean_mixing_flops(self.spec, pairs=mb.pairs, tokens=mb.tokens)
+        operations = mixing / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
