@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+from hybridflow.rollout.device import EngineDevice
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LanguageModel:
         return cls(spec.language_model, spec.tied, spec.wrapped, spec.delta is not None)
 
     @property
-    def overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+    def _overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
         """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
         if not self.wrapped:
             return {"tie_word_embeddings": self.tied}
@@ -37,7 +38,14 @@ class LanguageModel:
         text.tie_word_embeddings = self.tied
         return text
 
-    @property
-    def arguments(self) -> dict[str, Any]:
+    def prepared(self, device: EngineDevice) -> EngineDevice:
+        """The device, when vLLM can compute the model there."""
+        if self.has_states:
+            device.prepare_states(self.architecture)
+        return device
+
+    def arguments(self, *, prefix_caching: bool) -> dict[str, Any]:
         """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none."""
-        return {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if self.has_states else {}
+        states = {"mamba_ssm_cache_dtype": "float32"} if self.has_states else {}
+        caching = prefix_caching and not self.has_states
+        return {"hf_overrides": self._overrides, "enable_prefix_caching": caching, **states}
