@@ -141,7 +141,9 @@ def make_checkpoints(
     return directory
 
 
-def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, num_layers: int = 2) -> Path:
+def make_wrapper(
+    directory: Path, *, experts: bool = False, tied: bool = False, num_layers: int = 2, head_dim: int = 8
+) -> Path:
     """DIRECTORY: a published kind of Qwen3.5, whose language model lies beside what reads images and guesses tokens.
 
     One layer that guesses tokens, as published ones have: transformers does not load it.
@@ -149,13 +151,18 @@ def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, 
     prefix, extra = FAMILIES["qwen3_5_moe" if experts else "qwen3_5"]
     torch.manual_seed(11)
     text = {
-        **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128},
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 8 * head_dim,
+            "intermediate_size": 96,
+            "num_hidden_layers": num_layers,
+        },
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": head_dim, "max_position_embeddings": 128},
         **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "mtp_num_hidden_layers": 1},
         **extra,
         "tie_word_embeddings": tied,
     }
-    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 8 * head_dim}
     vision = {**sizes, "num_position_embeddings": 16, "patch_size": 4, "spatial_merge_size": 2}
     config = getattr(transformers, prefix + "Config")(
         text_config=text, vision_config=vision, tie_word_embeddings=tied, architectures=None
@@ -165,7 +172,7 @@ def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, 
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     file = directory / "model.safetensors"
-    guessing = {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.randn(64)}
+    guessing = {"mtp.fc.weight": torch.randn(8 * head_dim, 16 * head_dim), "mtp.norm.weight": torch.randn(8 * head_dim)}
     save_file(load_file(file) | guessing, file, metadata={"format": "pt"})
     return directory
 

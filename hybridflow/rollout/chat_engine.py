@@ -3,10 +3,13 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from hybridflow.errors import EnvironmentProblem
+from hybridflow.architecture.spec import read_spec
+from hybridflow.errors import CheckpointError, EnvironmentProblem
 from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.environment import set_environment
+from hybridflow.rollout.language_model import LanguageModel, leave_out_images
 
 CPU_CACHE_BYTES = 1 << 30  # of keys and values
 
@@ -20,7 +23,13 @@ class ChatEngine:
             import vllm
         except ImportError as error:
             raise EnvironmentProblem(f"vLLM cannot be imported ({error})") from error
-        cpu = engine_device().kind == "cpu"
+        device, language_model = engine_device(), _language_model(model)
+        cpu, arguments = device.kind == "cpu", dict[str, Any]()
+        if language_model is not None and language_model.has_states:
+            language_model.prepared(device)
+            arguments = language_model.arguments(prefix_caching=True)
+            if language_model.wrapped:
+                leave_out_images(language_model.architecture)
         self._llm = vllm.LLM(
             model=str(model),
             # vLLM would round float32 weights to 16 bits; on GPUs the attention takes no others
@@ -33,6 +42,7 @@ class ChatEngine:
             enforce_eager=cpu,
             kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
             use_tqdm_on_load=False,
+            **arguments,
         )
         self._requests = 0
 
@@ -58,6 +68,14 @@ class ChatEngine:
             for output in engine.step():
                 assert isinstance(output, RequestOutput), "the model generates"
                 yield list(output.outputs[0].token_ids)
+
+
+def _language_model(model: Path) -> LanguageModel | None:
+    """None of a model that hybridflow does not train: vLLM may know it."""
+    try:
+        return LanguageModel.of(read_spec(model))
+    except CheckpointError:
+        return None
 
 
 def _is_float32(model: Path) -> bool:

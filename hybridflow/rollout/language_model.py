@@ -1,11 +1,25 @@
 """What vLLM has to be told of the actor's model beside the directory."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+from hybridflow.parallel.versions import replace_in
 from hybridflow.rollout.device import EngineDevice
+
+
+def leave_out_images(architecture: str) -> None:
+    """Have vLLM's own loader read the language model out of a directory with what reads images.
+
+    architecture: of vllm.model_executor.models.qwen3_5. The trainer's weights need no such loader.
+    """
+    module: Any = importlib.import_module("vllm.model_executor.models.qwen3_5")
+    mapper: Any = importlib.import_module("vllm.model_executor.models.utils").WeightsMapper
+    model = getattr(module, architecture)
+    without = model.hf_to_vllm_mapper | mapper(orig_to_new_prefix={"model.visual.": None})
+    replace_in(model, hf_to_vllm_mapper=without)
 
 
 @dataclass(frozen=True)

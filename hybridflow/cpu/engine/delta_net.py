@@ -111,7 +111,7 @@ def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_n
         continues[about.num_decodes :] = about.has_initial_state[about.num_decodes : count]
     inputs, states = layer.kv_cache[0], _by_keys(layer)
     before = torch.where(continues[:, None, None], inputs[slots], 0).to(mixed_qkv.dtype)
-    heads, inputs_after = _convolved(mixed_qkv[:tokens], before, layer.conv1d.weight.squeeze(1), lengths)
+    heads, inputs_after = _convolved(mixed_qkv[:tokens], before, _convolution(layer.conv1d), lengths)
     inputs[slots] = inputs_after.to(inputs.dtype)
     q, k, v = (x.squeeze(0) for x in layer.rearrange_mixed_qkv(heads))
     decay = -layer.A_log.float().exp() * softplus(a[:tokens].float() + layer.dt_bias.float())
@@ -124,6 +124,13 @@ def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_n
         out, state = delta_rule_with_states(q, k, v, decay, rate, sequences=sequences, states=state)
     core_attn_out[:tokens] = out.to(core_attn_out.dtype)
     states[slots] = state.to(states.dtype)
+
+
+def _convolution(layer: Any) -> Tensor:
+    """(channels, width). Where the weights are vLLM's own it may have packed them, and keeps them as they were."""
+    unpacked: Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
+    weight: Tensor = layer.weight.squeeze(1) if unpacked is None else unpacked
+    return weight
 
 
 def _by_keys(layer: Any) -> Tensor:
