@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tests.window_models import WINDOW_FAMILIES
+
 CHARACTERS = "0123456789+-=* "
 VOCAB_SIZE = 100  # no multiple of 64: the padding rows must not matter
 LLAMA_SIZES = {"intermediate_size": 96}
@@ -52,6 +54,7 @@ FAMILIES |= {
         },
     ),
 }
+FAMILIES |= WINDOW_FAMILIES
 FAMILIES["qwen3_5_moe"] = (
     "Qwen3_5Moe",
     {
@@ -60,10 +63,11 @@ FAMILIES["qwen3_5_moe"] = (
         "shared_expert_intermediate_size": 48,
     },
 )
-ZERO_CENTERED = ("Qwen3_5",)  # beginnings of names of classes in transformers
+ZERO_CENTERED = ("Qwen3_5", "Gemma3")  # beginnings of names of classes in transformers
 TEXT = {
     "Qwen3_5": "Qwen3_5Text",
     "Qwen3_5Moe": "Qwen3_5MoeText",
+    "Gemma3": "Gemma3Text",
 }  # prefixes that transformers has for configs, and for models that score
 SCORES = {
     "glm4_moe": "mixtral",

@@ -20,7 +20,7 @@ from hybridflow.architecture.weight import Shape, Shapes, Weight
 WEIGHT, A, B = ".weight", ".lora_a", ".lora_b"
 HF = {A: ".lora_A.weight", B: ".lora_B.weight"}  # PEFT's names, behind that of the module
 ROW_SPLITS = (Split.QKV, Split.GATED, Split.ROWS, Split.PARTS)
-CONVOLUTION = ".conv1d.weight"  # no matrix
+NO_MATRICES = (".conv1d.weight", "_layernorm.weight")  # the second is of the norms over all heads
 
 
 def is_linear(weight: Weight) -> bool:
@@ -31,7 +31,7 @@ def is_linear(weight: Weight) -> bool:
         and not weight.experts
         and weight.megatron.startswith("decoder.layers.")
         and weight.megatron.endswith(WEIGHT)
-        and not weight.megatron.endswith(CONVOLUTION)
+        and not weight.megatron.endswith(NO_MATRICES)
     )
 
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from hybridflow.architecture.attention_fields import AttentionFields
 from hybridflow.architecture.families import Family
 from hybridflow.architecture.layer_kinds import DeltaSizes
-from hybridflow.architecture.rope import is_number, read_rope, rope_object
+from hybridflow.architecture.rope import is_number, rope_object
 from hybridflow.architecture.tied_head import has_own_head
 from hybridflow.errors import CheckpointError
 
@@ -20,7 +21,8 @@ class ConfigFields:
 
     def __init__(self, file: Path, raw: dict[str, Any], family: Family, *, wrapped: bool = False) -> None:
         """wrapped: `raw` is a part of the file, that of the language model."""
-        self._file, self._raw, self._family, self._wrapped = file, raw, family, wrapped
+        self._file, self._family, self._wrapped = file, family, wrapped
+        self._raw = {**dict(family.missing), **raw}
 
     def read(self, head: str) -> dict[str, Any]:
         """The fields of `ModelSpec` but for the head. Errors: CheckpointError."""
@@ -37,13 +39,15 @@ class ConfigFields:
                 self._size("num_key_value_heads", self._missing("num_key_value_heads", family.kv_heads) or heads),
             )
         positions = self._size("max_position_embeddings", family.max_positions)
-        theta = family.rope_theta
-        rope = () if family.position_offset else read_rope(raw, self._refuse, theta=theta, positions=positions)
+        num_layers, window = self._size("num_hidden_layers", most=MOST_LAYERS), self._window()
+        attention = AttentionFields(raw, family, self._refuse, self._size, num_layers=num_layers, window=window).read(
+            positions
+        )
         part = self._rotary_part()
         found = dict(
             path=self._file.parent,
             family=family.name,
-            num_layers=self._size("num_hidden_layers", most=MOST_LAYERS),
+            num_layers=num_layers,
             hidden_size=hidden,
             ffn_hidden_size=self._size(family.ffn_key),
             num_heads=heads,
@@ -56,15 +60,16 @@ class ConfigFields:
             projected_size=self._projected_size(hidden),
             post_norm=self._post_norm(),
             rotary_dim=None if part == 1 else int(head_dim * part),
-            sliding_window=self._window(),
-            rope=rope,
+            sliding_window=window,
             pad_token_id=self._pad_token_id(),
             qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
             **(self._experts() if family.expert_keys else {}),
             **self._prediction_layers(),
-            **(self._delta_nets() if family.delta_nets else {}),
+            **attention | (self._delta_nets() if family.delta_nets else {}),
         )
-        self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
+        self._refuse(
+            "num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide num_attention_heads = {heads}"
+        )
         self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
         kind = raw.get("model_type")  # transformers and vLLM go by it
         must = family.model_type or family.name

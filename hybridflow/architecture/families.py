@@ -1,8 +1,10 @@
 """The families of models, by the prefix of their architectures at HuggingFace: what sets each apart from Llama."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+# Where norms stand: in front of attention and MLP; there and behind them, in front of the residual sum; behind alone.
+Norms = Literal["before", "around", "behind"]
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -42,6 +44,13 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     zero_centered_norms: bool = False  # RMSNorm multiplies by 1 + weight
+    norms: Norms = "before"
+    gelu: bool = False  # the gate of the MLP goes through GELU's approximation by tanh, not SiLU
+    wide_qk_norm: bool = False  # RMSNorm over all heads of queries, and of keys
+    query_growth: bool = False  # queries grow with their positions: llama_4_scaling_beta says how fast
+    scaled_embeddings: bool = False  # by the root of hidden_size, rounded to the model's dtype
+    scale_key: str = ""  # of a number whose root divides attention's scores; none: head_dim
+    scale_missing: int = 256  # what a missing one means
     qk_norm_key: str = ""  # says whether a model has them; none: as the family
     rotary_part: float = 1  # what a missing partial_rotary_factor means
     rotary_interleaved: bool = False  # neighbouring dimensions turn together, not those of two halves
@@ -66,6 +75,14 @@ class Family:
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
+    window_interval: int = 0  # every so-manyth layer has no window, unless layer_types says otherwise; 0: see below
+    all_have_windows: bool = False  # a window is one in every layer; else it bounds how long sequences may be
+    unturned_interval: int = 0  # every so-manyth layer has no rotary embedding, unless no_rope_layers says otherwise
+    rope_by_layer: bool = False  # rope_parameters are those of each of layer_types
+    rope_kinds: tuple[str, ...] = ()  # of rotary embedding that there may be; none: all that are known
+    window_theta_key: str = ""  # the base of layers with windows; none: as other layers
+    window_theta: float = 10000.0  # what a missing one means
+    missing: tuple[tuple[str, float], ...] = ()  # numbers that config.json may leave out
     rules: tuple[ConfigFieldRule, ...] = ()
 
     @property
@@ -87,6 +104,22 @@ QWEN35_RULES = (
     ConfigFieldRule("output_gate_type", ("silu", "swish"), "must be silu"),
     ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
 )
+
+NO_CAPS = "scores and logits that tanh caps are not supported"
+GEMMA3_RULES = (
+    ConfigFieldRule("hidden_activation", ("gelu_pytorch_tanh",), "must be gelu_pytorch_tanh"),
+    ConfigFieldRule("attn_logit_softcapping", (None,), NO_CAPS),
+    ConfigFieldRule("final_logit_softcapping", (None,), NO_CAPS),
+    ConfigFieldRule("use_bidirectional_attention", (False, None), "attention must be causal"),
+)
+
+# Architectures that are close to known ones, and what of them is not supported.
+REFUSED = {
+    "Gemma2ForCausalLM": NO_CAPS,
+    "Gemma3nForCausalLM": "embeddings of each layer (PLE) and layers that share keys and values are not supported",
+    "Gemma4ForCausalLM": "embeddings of each layer (PLE) and layers that share keys and values are not supported",
+}
+REFUSED |= {name.replace("ForCausalLM", "ForConditionalGeneration"): REFUSED[name] for name in list(REFUSED)[1:]}
 
 FAMILIES = {
     "Llama": Family(
@@ -162,6 +195,80 @@ FAMILIES = {
             ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
             ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
         ),
+    ),
+    "Phi3": Family(
+        "phi3",
+        max_positions=4096,
+        pad_token_id=32000,
+        has_window=True,
+        all_have_windows=True,
+        rope_kinds=("default",),
+        rules=(SILU,),
+    ),
+    "Ministral3": Family(
+        "ministral3",
+        head_dim=128,
+        kv_heads=8,
+        max_positions=262144,
+        pad_token_id=11,
+        has_window=True,
+        all_have_windows=True,
+        rope_kinds=("yarn",),
+        query_growth=True,
+        rules=(SILU,),
+    ),
+    "SmolLM3": Family(
+        "smollm3",
+        tied=True,
+        kv_heads=4,
+        max_positions=32768,
+        pad_token_id=128004,
+        rope_theta=2e6,
+        unturned_interval=4,
+        rules=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            ConfigFieldRule("mlp_bias", (False, None), "biases of the MLP are not supported"),
+            ConfigFieldRule("use_sliding_window", (False, None), "windows are not supported in this family"),
+        ),
+    ),
+    "Olmo3": Family(
+        "olmo3",
+        max_positions=2048,
+        pad_token_id=1,
+        rope_theta=5e5,
+        norms="behind",
+        wide_qk_norm=True,
+        has_window=True,
+        window=4096,
+        window_interval=4,
+        rope_by_layer=True,
+        window_theta=5e5,
+        rules=(SILU, NO_ATTENTION_BIAS),
+    ),
+    "Gemma3": Family(
+        "gemma3",
+        model_type="gemma3_text",
+        score_architecture="Gemma3TextForSequenceClassification",
+        tied=True,
+        head_dim=256,
+        kv_heads=4,
+        max_positions=131072,
+        pad_token_id=0,
+        rope_theta=1e6,
+        qk_norm=True,
+        zero_centered_norms=True,
+        norms="around",
+        gelu=True,
+        scaled_embeddings=True,
+        scale_key="query_pre_attn_scalar",
+        has_window=True,
+        window=4096,
+        window_interval=6,
+        rope_by_layer=True,
+        window_theta_key="rope_local_base_freq",
+        missing=(("num_attention_heads", 8), ("vocab_size", 262208), ("rms_norm_eps", 1e-6)),
+        rules=(NO_ATTENTION_BIAS, *GEMMA3_RULES),
     ),
     "Glm": Family(
         "glm",

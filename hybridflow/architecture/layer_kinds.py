@@ -3,8 +3,9 @@
 from typing import Literal, NamedTuple
 
 # What lets the tokens of a sequence read each other. window: attention that reaches back `sliding_window` tokens;
-# latent: attention to keys and values that are made of one narrow vector a token (MLA); delta_net: a gated delta net.
-Mixer = Literal["attention", "window", "latent", "delta_net"]
+# latent: attention to keys and values that are made of one narrow vector a token (MLA); delta_net: a gated delta net;
+# unturned: attention whose queries and keys no rotary embedding turns (NoPE).
+Mixer = Literal["attention", "window", "latent", "delta_net", "unturned"]
 Mlp = Literal["dense", "experts"]  # what a token goes through behind it
 
 
@@ -16,6 +17,7 @@ class LayerKind(NamedTuple):
 
 
 DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")
+WINDOW, UNTURNED = LayerKind("window"), LayerKind("unturned")
 
 
 class DeltaSizes(NamedTuple):

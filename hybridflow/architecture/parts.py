@@ -32,7 +32,22 @@ def blocks(weight: Weight, spec: ModelSpec) -> tuple[Block, ...]:
     block.
     """
     rows = tuple(shape[0] for shape in weight.shapes(spec))
-    return _blocks(rows, spec.num_kv_heads if weight.split is Split.QKV else 1)
+    if weight.split is not Split.QKV:
+        return _blocks(rows, 1)
+    return _blocks(rows, spec.num_kv_heads) if len(rows) > 1 else _blocks_of_one(qkv_rows(spec), spec.num_kv_heads)
+
+
+def qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+    """Of all queries, keys and values."""
+    keys = spec.num_kv_heads * spec.head_dim
+    return spec.num_query_blocks * spec.head_dim, keys, keys
+
+
+@cached
+def _blocks_of_one(rows: Shape, groups: int) -> tuple[Block, ...]:
+    """Queries, keys and values lie one behind the other in one part."""
+    starts = tuple(accumulate(rows, initial=0))
+    return tuple(Block(0, starts[x.part] + x.start, x.row, x.rows) for x in _blocks(rows, groups))
 
 
 @cached

@@ -32,6 +32,13 @@ class Rotary(NamedTuple):
     factor: float  # of cosines and sines
 
 
+class QueryGrowth(NamedTuple):
+    """Of queries with their positions: by beta each time the logarithm of position / length grows by 1."""
+
+    beta: float
+    length: int
+
+
 def rope_object(raw: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     """What config.json says of it, under the name of transformers 5 or an older one."""
     given = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
@@ -88,20 +95,26 @@ def num_angles(rope: Rope) -> int | None:
     return int(fields["factor"] * fields[ORIGINAL])
 
 
-def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
-    """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn."""
+def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) -> Rotary:
+    """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn.
+
+    layers: whose, by the word of layer_types, where not all layers turn alike.
+    """
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
-    rope = config.rope_parameters
+    rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         theta: float = rope["rope_theta"]
         return Rotary(1.0 / theta**exponents, 1.0)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = head_dim  # Mixtral's null would be multiplied
-    return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu"))
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    if layers is not None:
+        return Rotary(*compute(config, "cpu", layer_type=layers))
+    return Rotary(*compute(config, "cpu"))
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.architecture.adapter import check_no_adapter
+from hybridflow.architecture.attention_fields import FULL, SLIDING
 from hybridflow.architecture.config_fields import ConfigFields
-from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.families import FAMILIES, REFUSED, Family
 from hybridflow.architecture.layer_kinds import DeltaSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
-from hybridflow.architecture.rope import Rope, Rotary, num_angles, rotary
+from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 
@@ -71,7 +72,10 @@ class ModelSpec:
     qk_norm_given: bool | None = None  # None: as the family
     num_prediction_layers: int = 0  # behind the others; their weights are neither read nor written
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
+    attention_scale: float | None = None  # what scores are multiplied with; None: head_dim ** -0.5
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
+    query_growth: QueryGrowth | None = None
+    window_rope: Rope = field(default=(), compare=False)  # of layers with windows, where another
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
     lora: Lora | None = None  # the adapters that a role gives the model; config.json knows of none
 
@@ -139,6 +143,11 @@ class ModelSpec:
         """Without adapters: what the directory holds."""
         return replace(self, lora=None)
 
+    @property
+    def reach(self) -> int | None:
+        """The most tokens of a sequence, where a window is not computed as one; None: any number."""
+        return None if "window" in self.mixers else self.sliding_window
+
     def check_parallel(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
         self._check_divides(key, tp, "num_attention_heads", self.num_heads)
@@ -153,6 +162,11 @@ class ModelSpec:
             raise ConfigError(
                 f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
                 f"of that number: {many} = {many // few} x {few} + {many % few}"
+            )
+        if self.traits.wide_qk_norm and tp > self.num_kv_heads:
+            raise ConfigError(
+                f"{key} = {tp} exceeds num_key_value_heads = {self.num_kv_heads} of {self.path}, whose keys have one "
+                "norm over all heads"
             )
         if self.delta is not None:
             self._check_divides(key, tp, "linear_num_key_heads", self.delta.key_heads)
@@ -202,9 +216,9 @@ class ModelSpec:
                 f"{length} exceeds factor x original_max_position_embeddings = {angles} of rope_type yarn of "
                 f"{self.path}: vLLM turns no position beyond"
             )
-        if self.sliding_window is not None and longest > self.sliding_window:
+        if self.reach is not None and longest > self.reach:
             raise ConfigError(
-                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: hybridflow trains attention "
+                f"{length} exceeds sliding_window = {self.reach} of {self.path}: hybridflow trains attention "
                 "over the whole sequence, which is the same only up to the window's length"
             )
 
@@ -220,7 +234,12 @@ class ModelSpec:
         """What queries and keys are turned by; None where positions are learned."""
         if self.traits.position_offset:
             return None
-        return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim)
+        layers = FULL if self.traits.rope_by_layer else None
+        return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim, layers=layers)
+
+    def window_rotary(self) -> Rotary | None:
+        """The same of layers with windows; None: as in other layers."""
+        return rotary(self.path, self.head_dim, self.head_dim, layers=SLIDING) if self.window_rope else None
 
 
 def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
@@ -261,6 +280,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "none"
+    if architecture in REFUSED:
+        raise CheckpointError(f"{file}: architectures = {architecture!r} is not supported: {REFUSED[architecture]}")
     if architecture not in ARCHITECTURES:
         nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
         hint = f"the nearest known one is {nearest[0]}; " if nearest else ""
@@ -268,6 +289,13 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
             f"{file}: architectures = {architecture!r} is not supported; {hint}known are {', '.join(ARCHITECTURES)}"
         )
     return architecture
+
+
+def engines_growth(growth: QueryGrowth | None) -> dict[str, Any]:
+    """How vLLM 0.32.0 is told of it in config.json, beside the rope_parameters that transformers reads."""
+    if growth is None:
+        return {}
+    return {"llama_4_scaling": {"original_max_position_embeddings": growth.length, "beta": growth.beta}}
 
 
 def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.adapter_weights import adapter_weights
-from hybridflow.architecture.layer_kinds import DENSE, EXPERTS, DeltaSizes, LayerKind, Mlp
+from hybridflow.architecture.layer_kinds import DENSE, EXPERTS, UNTURNED, WINDOW, DeltaSizes, LayerKind, Mlp
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
@@ -51,6 +51,19 @@ def _positions(spec: ModelSpec) -> tuple[Shape, ...]:
 def _qkv(spec: ModelSpec) -> tuple[Shape, ...]:
     kv = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
     return ((spec.num_query_blocks * spec.head_dim, spec.hidden_size), kv, kv)
+
+
+def _fused_qkv(spec: ModelSpec) -> tuple[Shape, ...]:
+    """One part: queries, keys, values."""
+    return ((sum(rows for rows, _ in _qkv(spec)), spec.hidden_size),)
+
+
+def _query_heads(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_heads * spec.head_dim,),)
+
+
+def _key_heads(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_kv_heads * spec.head_dim,),)
 
 
 def _qkv_bias(spec: ModelSpec) -> tuple[Shape, ...]:
@@ -335,6 +348,29 @@ OPT_ENDS = {
     ),
 }
 LLAMA_LAYER = (*ATTENTION, MLP_NORM, GATE_AND_UP, DOWN)
+NORMS_BEHIND = (  # models.norms_behind has them
+    _layer("post_attention_layernorm.weight", "post_attention_layernorm.weight", *VECTOR),
+    _layer("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", *VECTOR),
+)
+BETWEEN_NORM = replace(MLP_NORM, hf=(LAYERS + "pre_feedforward_layernorm.weight",))
+BETWEEN_NORM = replace(BETWEEN_NORM, engine=BETWEEN_NORM.hf[0])
+PHI_LAYER = (
+    INPUT_NORM,
+    _layer("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight", Split.QKV, _fused_qkv),
+    *ATTENTION[2:],
+    MLP_NORM,
+    replace(GATE_UP, engine_split=None),
+    DOWN,
+)
+WIDE_QK_NORM = tuple(  # over all heads
+    replace(  # each of the engine's ranks has all of it
+        _layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", ROWS, shapes),
+        engine_split=REPLICATED,
+    )
+    for x, shapes in (("q", _query_heads), ("k", _key_heads))
+)
+OLMO_LAYER = (*ATTENTION[1:], *WIDE_QK_NORM, GATE_AND_UP, DOWN, *NORMS_BEHIND)
+GEMMA_LAYER = (*ATTENTION, *QK_NORM, BETWEEN_NORM, GATE_AND_UP, DOWN, *NORMS_BEHIND)
 OPT_ATTENTION = (
     _qkv_parts("weight", _qkv, OPT_LAYERS),
     _qkv_parts("bias", _qkv_bias, OPT_LAYERS),
@@ -365,6 +401,11 @@ TABLES = {
     "mistral": Table(layers={DENSE: LLAMA_LAYER}, **ENDS),
     "qwen2": Table(layers={DENSE: (*LLAMA_LAYER, QKV_BIAS)}, **ENDS),
     "qwen3": Table(layers={DENSE: (*LLAMA_LAYER, *QK_NORM)}, **ENDS),
+    "phi3": Table(layers=dict.fromkeys((WINDOW, DENSE), PHI_LAYER), **ENDS),
+    "ministral3": Table(layers=dict.fromkeys((WINDOW, DENSE), LLAMA_LAYER), **ENDS),
+    "smollm3": Table(layers=dict.fromkeys((UNTURNED, DENSE), LLAMA_LAYER), **ENDS),
+    "olmo3": Table(layers=dict.fromkeys((WINDOW, DENSE), OLMO_LAYER), **ENDS),
+    "gemma3": Table(layers=dict.fromkeys((WINDOW, DENSE), GEMMA_LAYER), **ENDS),
     "glm": Table(layers={DENSE: (*ATTENTION, QKV_BIAS, MLP_NORM, GATE_UP, DOWN)}, **ENDS),
     "opt": Table(layers={DENSE: OPT_LAYER}, **OPT_ENDS),
     "mixtral": Table(
@@ -429,7 +470,7 @@ def embedding(spec: ModelSpec) -> Weight:
 
 def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
     """Of each layer of a kind."""
-    stacked = len(spec.layer_kinds) == 1
+    stacked = len({table_of(spec).layers[each] for each in spec.layer_kinds}) == 1
     weights = (replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in table_of(spec).layers[kind])
     return tuple(each for weight in weights for each in (weight, *adapter_weights(weight, spec.lora)))
 

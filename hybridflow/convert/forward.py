@@ -48,7 +48,7 @@ def largest_difference(huggingface: Path, megatron: Path, *, seed: int = 0, trus
 def random_prompts(spec: ModelSpec, seed: int) -> list[Tensor]:
     """Of lengths up to what the model knows, (length,) int64 each."""
     generator = torch.Generator().manual_seed(seed)
-    longest = min(spec.max_positions, spec.sliding_window or spec.max_positions)
+    longest = min(spec.max_positions, spec.reach or spec.max_positions)
     return [torch.randint(spec.vocab_size, (min(length, longest),), generator=generator) for length in sorted(LENGTHS)]
 
 

@@ -21,7 +21,9 @@ from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.architecture.rope import QueryGrowth
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
+from hybridflow.models.layers import OverHeads
 from hybridflow.models.routing import Routing
 from hybridflow.models.shared_prompt import (
     VARLEN,
@@ -48,6 +50,9 @@ class PackedSequences(PackedSeqParams):
     shared: SharedPrompts | None = None  # None: no sequence attends to another
     cos: Tensor | None = None  # (t, 1, rotary dimensions / 2), times the factor; None: positions are learned
     sin: Tensor | None = None
+    window_cos: Tensor | None = None  # of layers with windows; None: as of other layers
+    window_sin: Tensor | None = None
+    query_scale: Tensor | None = None  # (t, 1, 1): what queries are multiplied with; None: nothing
     routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses experts
 
     @classmethod
@@ -74,8 +79,18 @@ class PackedSequences(PackedSeqParams):
 
         factor: of cosines and sines, as YaRN has it.
         """
-        cos, sin = ((factor * table)[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
+        cos, sin = _turns(angles, dtype, factor)
         return replace(self, cos=cos, sin=sin)
+
+    def with_window_rotary(self, angles: Tensor, dtype: torch.dtype, *, factor: float = 1.0) -> "PackedSequences":
+        """The same with those of layers with windows."""
+        cos, sin = _turns(angles, dtype, factor)
+        return replace(self, window_cos=cos, window_sin=sin)
+
+    def with_growth(self, positions: Tensor, dtype: torch.dtype, growth: QueryGrowth) -> "PackedSequences":
+        """The same with what queries are multiplied with, 1 + beta log(1 + floor(position / length)), as in Llama 4."""
+        scale = 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.length))
+        return replace(self, query_scale=scale[:, None, None].to(dtype))
 
     @property
     def sequences(self) -> Sequences:
@@ -87,6 +102,12 @@ class PackedSequences(PackedSeqParams):
     def runs(self) -> list[tuple[int, int]]:
         """(count, length) of neighbouring sequences of equal length."""
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+
+def _turns(angles: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (t, 1, rotary dimensions / 2)."""
+    cos, sin = ((factor * table)[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 @lru_cache(maxsize=1 << 4)  # every layer of a micro-batch asks for the same
@@ -128,6 +149,10 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or not_none(config.kv_channels) ** -0.5
         self._attend, self._rotate = functions
 
+    def angles(self, packed: PackedSequences) -> tuple[Tensor | None, Tensor | None]:
+        """Cosines and sines that this layer turns queries and keys by."""
+        return packed.cos, packed.sin
+
     def forward(
         self,
         query: Tensor,
@@ -140,9 +165,11 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert isinstance(packed_seq_params, PackedSequences) and attention_bias is None
         query, key, value = (x.squeeze(1) for x in (query, key, value))
-        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        cos, sin = self.angles(packed_seq_params)
         if cos is not None and sin is not None:
             query, key = self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+        if packed_seq_params.query_scale is not None:
+            query = query * packed_seq_params.query_scale
         out = self._attend(query, key, value, packed=packed_seq_params, scale=self.scale)
         return out.flatten(1).unsqueeze(1)
 
@@ -158,6 +185,9 @@ class GroupedSelfAttention(SelfAttention):
         assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
         assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
         super().__init__(config, *args, **kwargs)
+        for norm in (self.q_layernorm, self.k_layernorm):
+            if isinstance(norm, OverHeads):
+                norm.group = self.pg_collection.tp
 
     def get_query_key_value_tensors(
         self,

@@ -37,6 +37,7 @@ from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.models.routing import routing_of, take_engines_experts
+from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.parallel.device import current_device
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -86,9 +87,9 @@ class PackedModel(LanguageModule):
             finish: Any = getattr(module, "finish_init", None)
             if finish is not None:  # Transformer Engine's layers: no recipe of quantization
                 finish(None)
-        self._position_offset, rotary = spec.traits.position_offset, spec.rotary()
-        # a plain attribute: as a buffer it would be cast to the weights' dtype
-        self.rotary = None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
+        self._position_offset, self._query_growth = spec.traits.position_offset, spec.query_growth
+        # plain attributes: as buffers they would be cast to the weights' dtype
+        self.rotary, self.window_rotary = _on_device(spec.rotary()), _on_device(spec.window_rotary())
 
     def _set_attention_backend(self) -> None:
         """Not by megatron, which would set variables of Transformer Engine's attention for the whole process."""
@@ -129,6 +130,11 @@ class PackedModel(LanguageModule):
         if self.rotary is not None:
             angles = micro_batch.positions[:, None] * self.rotary.frequencies
             packed = packed.with_rotary(angles, self.config.params_dtype, factor=self.rotary.factor)
+        if self.window_rotary is not None:
+            angles = micro_batch.positions[:, None] * self.window_rotary.frequencies
+            packed = packed.with_window_rotary(angles, self.config.params_dtype, factor=self.window_rotary.factor)
+        if self._query_growth is not None:
+            packed = packed.with_growth(micro_batch.positions, self.config.params_dtype, self._query_growth)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -211,6 +217,10 @@ def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: G
         mark(parameter, allreduce=False)
 
 
+def _on_device(rotary: Rotary | None) -> Rotary | None:
+    return None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
+
+
 def _knows_packing(mixer: nn.Module) -> bool:
     if isinstance(mixer, DeltaNet):
         return True
@@ -226,6 +236,10 @@ def _embedding(config: TransformerConfig, spec: ModelSpec, tp_group: ProcessGrou
         position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
         tp_group=tp_group,
     )
+    if spec.traits.scaled_embeddings:
+        made.word_embeddings = ScaledEmbedding(
+            config, spec.padded_vocab_size, tp_group, scatters=made.reduce_scatter_embeddings
+        )
     if spec.projected_size is not None:
         made.word_embeddings = ProjectedEmbedding(config, spec.padded_vocab_size, spec.projected_size, tp_group)
     return made

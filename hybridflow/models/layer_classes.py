@@ -28,6 +28,7 @@ from hybridflow.models.delta_rule import DeltaRule, delta_rule
 from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.models.window_attention import attend_in_window
 from hybridflow.parallel.device import uses_cuda
 
 
@@ -104,9 +105,17 @@ def delta_rule_function(dtype: torch.dtype) -> DeltaRule:
     return delta_rule_by_fla if uses_cuda() and dtype != torch.float32 else delta_rule
 
 
-def attention_functions(dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash") -> AttentionFunctions:
-    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions. backend: on GPUs."""
+def attention_functions(
+    dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash", window: int | None = None
+) -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions. backend: on GPUs.
+
+    window: tokens that attention reaches back, for which there is one way a device.
+    """
     by_torch = rotation(neighbours if interleaved else halves)
+    if window is not None:
+        by_varlen = uses_cuda() and dtype != torch.float32
+        return AttentionFunctions(attend_in_window(window, by_varlen=by_varlen), by_torch)
     if uses_cuda():
         return AttentionFunctions(attend_on_gpus(dtype, backend), by_torch)
     if library() is None:

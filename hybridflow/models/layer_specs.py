@@ -3,7 +3,7 @@
 megatron's own local layers, or Transformer Engine's, with our norms, activations, attention and experts in them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,11 +20,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import nn
+from torch import Tensor, nn
 
-from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.families import Family
+from hybridflow.architecture.layer_kinds import LayerKind, Mixer
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.models.attention import PackedAttention
+from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.gated_attention import GatedSelfAttention
@@ -36,13 +37,21 @@ from hybridflow.models.layer_classes import (
     layer_classes,
     linear_classes,
 )
-from hybridflow.models.layers import LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
+from hybridflow.models.layers import GeGLU, LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
+from hybridflow.models.norms_behind import NormsBehindLayer
 from hybridflow.models.opt import PostNormLayer
+from hybridflow.models.wide_norm import WideHeadNorm
+from hybridflow.models.window_attention import UnturnedAttention, WindowAttention
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
 
 Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CORE_ATTENTION: dict[Mixer, type[PackedAttention]] = {
+    "attention": PackedAttention,
+    "window": WindowAttention,
+    "unturned": UnturnedAttention,
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -71,13 +80,14 @@ def transformer_config(
         normalization="LayerNorm" if traits.norm_eps else "RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=traits.gated,
-        activation_func=nn.functional.silu if traits.gated else nn.functional.relu,
+        activation_func=_activation(traits),
         add_bias_linear=traits.linear_bias,
         add_qkv_bias=traits.qkv_bias,
         qk_layernorm=spec.qk_norm and not traits.zero_centered_norms,  # else megatron sums such norms' gradients too
         layernorm_zero_centered_gamma=traits.zero_centered_norms,
         attention_output_gate=traits.output_gate,
         rotary_interleaved=traits.rotary_interleaved,
+        softmax_scale=spec.attention_scale,
         **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -108,6 +118,13 @@ def transformer_config(
     return TransformerConfig(**{**ours, **theirs})
 
 
+def _activation(traits: Family) -> Callable[..., Tensor]:
+    """Of gates where there are any; megatron's fused GELU is the approximation by tanh."""
+    if traits.gelu:
+        return nn.functional.gelu
+    return nn.functional.silu if traits.gated else nn.functional.relu
+
+
 def _expert_config(spec: ModelSpec) -> dict[str, Any]:
     return {
         "num_moe_experts": spec.num_experts,
@@ -136,7 +153,7 @@ def _norm_class(spec: ModelSpec) -> type[nn.Module]:
 
 def _has_engine_layers(spec: ModelSpec) -> bool:
     """Transformer Engine's, which have a norm in front of every linear layer."""
-    return has_transformer_engine() and not spec.post_norm
+    return has_transformer_engine() and not spec.post_norm and spec.traits.norms != "behind"
 
 
 def _layer_spec(
@@ -152,9 +169,13 @@ def _layer_spec(
             _take_norms_out(layer, norm, has_mlp=kind.mlp == "dense")
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=config.qk_layernorm)
+        _name_local_layers(layer, norm, _activation_class(traits), qk_norm=config.qk_layernorm)
     parts = _submodules(layer, TransformerLayerSubmodules)
-    if norm is classes.rms_norm:
+    if traits.norms != "before":
+        layer.module, layer.params = NormsBehindLayer, {**layer.params, "norm": norm}
+        if traits.norms == "behind":
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    elif norm is classes.rms_norm:
         layer.module = classes.layer_of_rms_norms
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
@@ -171,16 +192,27 @@ def _layer_spec(
         return layer
     assert isinstance(parts.self_attention, ModuleSpec)
     attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
-    parts.self_attention.module = classes.self_attention
+    parts.self_attention.module = classes.self_attention if kind.mixer == "attention" else GroupedSelfAttention
     if traits.output_gate:
         parts.self_attention.module = GatedSelfAttention
     if traits.zero_centered_norms and spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = ZeroCenteredHeadNorm
+    if traits.wide_qk_norm:
+        attention.q_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_heads})
+        attention.k_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_kv_heads})
     backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
-    functions = attention_functions(config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend)
-    core = ModuleSpec(PackedAttention, params={"functions": functions})
-    attention.core_attention = core
+    window = spec.sliding_window if kind.mixer == "window" else None
+    functions = attention_functions(
+        config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend, window=window
+    )
+    attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
     return layer
+
+
+def _activation_class(traits: Family) -> type[nn.Module]:
+    if traits.gelu:
+        return GeGLU
+    return layer_classes().swiglu if traits.gated else ReLU
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:

@@ -180,6 +180,35 @@ class SwiGLU(nn.Module):
         return y
 
 
+class GeGLUFunction(torch.autograd.Function):
+    """As `SwiGLUFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        grad_up = nn.functional.gelu(gate, approximate="tanh").mul_(grad)
+        return torch.cat([grad_gate, grad_up], dim=-1)
+
+
+class GeGLU(nn.Module):
+    """gelu(gate) up (Shazeer 2020), with GELU's approximation by tanh, of fc1's output [gate; up]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = GeGLUFunction.apply(x)
+        return y
+
+
 class CompiledSwiGLUFunction(torch.autograd.Function):
     """By megatron's expressions, each of which torch compiles to one kernel: experts have no other fused activation."""
 

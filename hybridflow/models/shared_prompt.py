@@ -198,22 +198,33 @@ VARLEN = AttentionKernel(varlen_forward, varlen_backward)
 
 
 def attention_with_copies(
-    query: Tensor, key: Tensor, value: Tensor, *, own: AttentionSpans, shared: SharedPrompts, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    own: AttentionSpans,
+    shared: SharedPrompts,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """The same stretch by stretch, each response with a copy of the prompt's keys and values: any dtype."""
-    before = dict(zip(_starts(own.queries), _prompts_before(own, shared), strict=True))
+    """The same stretch by stretch, each response with a copy of the prompt's keys and values: any dtype.
+
+    window: how many keys a query reaches, its own included; None: all before it.
+    """
+    before = dict(zip(_starts(own.queries), prompts_before(own, shared), strict=True))
     outputs = []
     for (start, prompt), length in zip(before.items(), own.queries, strict=True):
         stretch = slice(start, start + length)
         k, v = (torch.cat([x[prompt], x[stretch]]) for x in (key, value))
         mask = torch.ones(length, len(k), dtype=torch.bool, device=query.device).tril(len(k) - length)
+        mask = mask if window is None else mask.triu(len(k) - length + 1 - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (query[stretch], k, v))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _prompts_before(own: AttentionSpans, shared: SharedPrompts) -> Iterator[slice]:
+def prompts_before(own: AttentionSpans, shared: SharedPrompts) -> Iterator[slice]:
     """The tokens that each stretch of `own` attends to besides itself."""
     starts = [shared.prompts.start + start for start in _starts([prompt for prompt, _ in shared.lengths])]
     followed = chain.from_iterable(

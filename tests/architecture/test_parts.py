@@ -198,6 +198,8 @@ def test_whole_parts_undoes_read_shard_bitwise(
 @each(cut=CUTS, num_kv_heads=(2, 4))
 def test_shards_hold_every_element_once(family: str, weight: Weight, cut: tuple[int, int], num_kv_heads: int) -> None:
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads)
+    if spec.traits.wide_qk_norm and cut[0] > num_kv_heads:
+        return  # refused: the keys of all ranks have one norm
     parts = numbered_parts(weight, spec)
     found = shards(weight, parts, spec, *cut)
     everything = torch.cat([part.flatten() for part in parts])
@@ -217,7 +219,7 @@ def test_blocks_cover_the_whole_parameter_and_every_part(family: str, weight: We
     assert rows == list(range(shape[0] * shape[1] if weight.experts else shape[0]))
     for part, part_shape in enumerate(weight.shapes(spec)):
         its = [row for b in found if b.part == part for row in range(b.start, b.start + b.rows)]
-        assert its == list(range(part_shape[0]))
+        assert sorted(its) == list(range(part_shape[0]))  # queries, keys and values may lie in one part
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])

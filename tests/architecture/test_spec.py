@@ -235,7 +235,7 @@ KNOWN_ROPES = "known are default, linear, llama3, yarn"
         ),
         (
             {"num_key_value_heads": 4},
-            "num_key_value_heads = 4 is not supported: must divide 6 heads",
+            "num_key_value_heads = 4 is not supported: must divide num_attention_heads = 6",
         ),
         (
             {"num_hidden_layers": 1000000},

@@ -9,6 +9,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
 from tests.reference.ppo import Hyperparameters
 from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
+from tests.window_models import WINDOW_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ FAMILIES = {
     "glm4_moe": ("glm4_moe", False, 2),
     "qwen3_5": ("qwen3_5", False, 2),
     "qwen3_5_moe": ("qwen3_5_moe", False, 4),
+    "gemma3": ("gemma3", True, 2),
+    "phi3": ("phi3", False, 2),
+    "ministral3": ("ministral3", False, 4),
+    "smollm3": ("smollm3", True, 4),
+    "olmo3": ("olmo3", False, 4),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -85,7 +91,8 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5")  # these run samples of a prompt: every kind of layer
+# these run samples of a prompt: every kind of layer
+GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5", *WINDOW_FAMILIES)
 SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
 STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"
@@ -112,6 +119,11 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     # states and convolutions that stages, recomputation, several chunks and tensor-parallel ranks cut; gates
     "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
     "qwen3_5_moe": (SPLIT, STAGED, MIXED),
+    "gemma3": (SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
+    "phi3": (SPLIT, STAGED, MIXED, FEW_KV),
+    "ministral3": (SPLIT, STAGED, MIXED),
+    "smollm3": (SPLIT, STAGED, MIXED),
+    "olmo3": (SPLIT, STAGED, MIXED),
 }
 CASES = (
     Case(all_budgets=True),

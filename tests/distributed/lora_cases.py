@@ -16,6 +16,7 @@ OF_ATTENTION = NAMES[:4]
 OF_DELTA_NETS = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")] + ["out_proj"]
 TARGETS = {
     "glm": [*OF_ATTENTION, "gate_up_proj", "down_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "mixtral": OF_ATTENTION,
     "qwen3_moe": OF_ATTENTION,
@@ -37,6 +38,9 @@ CASES_OF = {
     "mixtral": (SPLIT, STAGED),
     "qwen3_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
     "qwen3_5": (SPLIT, STAGED, MIXED),
+    "gemma3": (SPLIT, STAGED),
+    "phi3": (SPLIT, STAGED, FEW_KV),
+    "olmo3": (SPLIT, MIXED),
     "qwen3_5_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
     "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),
 }

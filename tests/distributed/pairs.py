@@ -29,6 +29,11 @@ FAMILIES = {
     "glm4_moe": ("glm4_moe", False, 4),
     "qwen3_5": ("qwen3_5", True, 4),
     "qwen3_5_moe": ("qwen3_5_moe", False, 2),
+    "gemma3": ("gemma3", True, 4),
+    "phi3": ("phi3", False, 4),
+    "ministral3": ("ministral3", False, 4),
+    "smollm3": ("smollm3", True, 4),
+    "olmo3": ("olmo3", False, 4),
     "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
 CHANGES = {

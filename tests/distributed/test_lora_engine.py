@@ -8,11 +8,24 @@ from tests.distributed.lora_engine_worker import CASES
 from tests.distributed.pairs import FAMILIES, NUM_LAYERS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints, make_prompts
+from tests.window_models import WINDOW_FAMILIES
 
 pytestmark = pytest.mark.distributed
 
 EVERYWHERE = [(case, "llama") for case in CASES]
-OTHERS = ("qwen3", "glm", "opt", "opt_350m", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5", "qwen3_5_moe")
+OTHERS = (
+    "qwen3",
+    "glm",
+    "opt",
+    "opt_350m",
+    "mixtral",
+    "qwen3_moe",
+    "glm4_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    *WINDOW_FAMILIES,
+)
+OTHERS += tuple(WINDOW_FAMILIES)
 DEFAULT = [("one rank", "llama"), ("in place", "llama"), ("gathered", "qwen3"), ("apart", "llama")]
 WANTED = [*EVERYWHERE, *(("in place", family) for family in OTHERS), *(("gathered", family) for family in OTHERS)]
 PARAMETERS = [pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.thorough) for each in WANTED]

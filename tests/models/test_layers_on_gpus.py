@@ -21,7 +21,9 @@ LOCAL = ["ColumnParallelLinear", "RMSNorm", "RowParallelLinear"]
 WITH_EXPERTS = ["ExpertLinear", "RMSNorm", "Router"]
 OF_GLM = ["ExpertLinear", "Linear", "RMSNorm", "SigmoidRouter"]  # its shared expert is of plain linear layers
 OF_DELTA_NETS = ["Convolution", "DeltaNet", "HeadNorm", "ZeroCenteredHeadNorm", "ZeroCenteredRMSNorm"]
+OF_GEMMA = ["ZeroCenteredHeadNorm", "ZeroCenteredRMSNorm"]
 OF_QWEN = ["ExpertLinear", "Linear", "Router"]
+LAYERS = {"opt_350m": "PostNormLayer", "gemma3": "NormsBehindLayer", "olmo3": "NormsBehindLayer"}
 # those with Transformer Engine, and without; an OPT-350m has its norms after the sums, where no linear layer holds them
 HOLDERS: dict[str, tuple[list[str], list[str]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "glm"), (FUSED, LOCAL)),
@@ -37,6 +39,9 @@ HOLDERS: dict[str, tuple[list[str], list[str]]] = {
         sorted([*OF_DELTA_NETS, *OF_QWEN, *FUSED, "RMSNorm", "TEColumnParallelLinear"]),
         sorted([*OF_DELTA_NETS, *OF_QWEN, "ColumnParallelLinear", "RowParallelLinear"]),
     ),
+    **dict.fromkeys(("phi3", "ministral3", "smollm3"), (FUSED, LOCAL)),
+    "gemma3": (sorted([*OF_GEMMA, *FUSED]), sorted([*OF_GEMMA, "ColumnParallelLinear", "RowParallelLinear"])),
+    "olmo3": (sorted([*LOCAL, "WideHeadNorm"]),) * 2,
     "glm4_moe": (sorted(OF_GLM + FUSED), sorted({*OF_GLM, *LOCAL})),
 }
 
@@ -63,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, head: str, engine: bool) -> None:
     of_model = found[f"{family} {head} {engine}"]
-    assert of_model["layer"] == ("PostNormLayer" if family == "opt_350m" else "TransformerLayer")
+    assert of_model["layer"] == LAYERS.get(family, "TransformerLayer")
     held = family if head == "policy" else SCORES.get(family, family)
     assert of_model["holds parameters"] == HOLDERS[held][not engine]
     assert of_model["not in the model"] == of_model["without gradient"] == []

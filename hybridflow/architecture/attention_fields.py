@@ -1,0 +1,107 @@
+"""The fields of a model's config.json that say how each layer attends: windows, rotary embeddings, the scale."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.architecture.families import Family
+from hybridflow.architecture.layer_kinds import Mixer
+from hybridflow.architecture.rope import ORIGINAL, QueryGrowth, Refuse, Rope, is_number, read_rope, rope_object
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # words of layer_types
+Size = Callable[[str, int], int]  # (key, what a missing one means)
+
+
+@dataclass(frozen=True)
+class AttentionFields:
+    """Of one config.json. refuse, size: of `config_fields.ConfigFields`. window: as it counts, if any."""
+
+    raw: dict[str, Any]
+    family: Family
+    refuse: Refuse
+    size: Size
+    num_layers: int
+    window: int | None
+
+    def read(self, positions: int) -> dict[str, Any]:
+        """The fields of `ModelSpec`. Errors: CheckpointError."""
+        mixers = self._mixers()
+        rope, window_rope = self._ropes(positions)
+        key = self.family.scale_key
+        return {
+            "mixers": mixers,
+            "rope": rope,
+            "window_rope": window_rope if "window" in mixers and window_rope != rope else (),
+            "query_growth": self._query_growth(rope) if self.family.query_growth else None,
+            "attention_scale": self.size(key, self.family.scale_missing) ** -0.5 if key else None,
+        }
+
+    def _mixers(self) -> tuple[Mixer, ...]:
+        """Of each layer; (): plain attention in all of them."""
+        if self.family.window_interval:
+            kinds = self._layer_types(self.size("sliding_window_pattern", self.family.window_interval))
+            self.refuse("sliding_window", None, SLIDING in kinds and self.window is None, "some layers have windows")
+            mixers: dict[str, Mixer] = {SLIDING: "window", FULL: "attention"}
+            return tuple(mixers[kind] for kind in kinds)
+        if self.family.unturned_interval:
+            return self._unturned()
+        everywhere: list[Mixer] = ["window"] if self.family.all_have_windows and self.window is not None else []
+        return tuple(everywhere * self.num_layers)
+
+    def _layer_types(self, interval: int) -> list[str]:
+        """interval: how often there is full attention, where the file does not say it."""
+        kinds: Any = self.raw.get("layer_types")
+        if kinds is None:
+            return [SLIDING if (layer + 1) % interval else FULL for layer in range(self.num_layers)]
+        known = self._is_of_layers(kinds) and all(kind in (FULL, SLIDING) for kind in kinds)
+        rule = f"must be {FULL} or {SLIDING} for each of {self.num_layers} layers"
+        self.refuse("layer_types", kinds, not known, rule)
+        return list(kinds)
+
+    def _unturned(self) -> tuple[Mixer, ...]:
+        """By no_rope_layers, which has a 1 for each layer that turns queries and keys."""
+        turning: Any = self.raw.get("no_rope_layers")
+        if turning is None:
+            interval = self.size("no_rope_layer_interval", self.family.unturned_interval)
+            turning = [int((layer + 1) % interval != 0) for layer in range(self.num_layers)]
+        known = self._is_of_layers(turning) and all(turns in (0, 1) for turns in turning)
+        self.refuse("no_rope_layers", turning, not known, f"must be 1 or 0 for each of {self.num_layers} layers")
+        kinds = self.raw.get("layer_types") or []
+        self.refuse("layer_types", kinds, any(kind != FULL for kind in kinds), f"must be {FULL} in this family")
+        return tuple("attention" if turns else "unturned" for turns in turning)
+
+    def _is_of_layers(self, found: object) -> bool:
+        return isinstance(found, list) and len(found) == self.num_layers
+
+    def _ropes(self, positions: int) -> tuple[Rope, Rope]:
+        """Of layers with full attention, and of those with windows."""
+        raw, family = self.raw, self.family
+        if family.position_offset:
+            return (), ()
+        if not family.rope_by_layer:
+            rope = self._rope(raw, family.rope_theta, positions)
+            return rope, rope
+        nested = raw.get("rope_parameters") or {}
+        known = isinstance(nested, dict) and set(nested) <= {FULL, SLIDING}
+        self.refuse("rope_parameters", nested, not known, f"must have {FULL} and {SLIDING}, each an object")
+        theta = raw.get("rope_theta", family.rope_theta)
+        full = {"rope_theta": theta} | (nested.get(FULL) or raw.get("rope_scaling") or {})
+        local = raw.get(family.window_theta_key, family.window_theta) if family.window_theta_key else theta
+        sliding = {"rope_theta": local} | (nested.get(SLIDING) or {})
+        of_full = self._rope({"rope_parameters": full}, family.rope_theta, positions)
+        return of_full, self._rope({"rope_parameters": sliding}, family.window_theta, positions)
+
+    def _query_growth(self, rope: Rope) -> QueryGrowth:
+        beta = rope_object(self.raw, self.refuse).get("llama_4_scaling_beta")
+        self.refuse("llama_4_scaling_beta", beta, not is_number(beta) or beta < 0, "must be a number from 0 on")
+        assert is_number(beta), "else it is refused"
+        return QueryGrowth(float(beta), int(dict(rope)[ORIGINAL]))
+
+    def _rope(self, raw: dict[str, Any], theta: float, positions: int) -> Rope:
+        kinds, given = self.family.rope_kinds, raw.get("rope_parameters") or raw.get("rope_scaling")
+        self.refuse("rope_parameters", given, bool(kinds) and "default" not in kinds and not given, "must be given")
+        rope = read_rope(raw, self.refuse, theta=theta, positions=positions)
+        kind = dict(rope)["rope_type"]
+        rule = f"must be {' or '.join(kinds)} in the family {self.family.name}"
+        self.refuse("rope_type", kind, bool(kinds) and kind not in kinds, rule)
+        return rope
