@@ -23,7 +23,7 @@ WINDOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
                 "factor": 16.0,
-                "original_max_position_embeddings": 16,
+                "original_max_position_embeddings": 8,
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
                 "mscale": 1.0,

@@ -63,6 +63,8 @@ def mixing_flops(spec: ModelSpec, mixer: Mixer, *, pairs: float, tokens: float) 
     if mixer == "delta_net":
         assert spec.delta is not None, f"{spec.family} has no gated delta nets"
         return 6 * tokens * spec.delta.values * spec.delta.key_dim
+    if mixer == "window":
+        pairs = min(pairs, tokens * (spec.sliding_window or 0))  # the first tokens of a sequence reach fewer
     return 4 * pairs * spec.num_heads * spec.head_dim
 
 

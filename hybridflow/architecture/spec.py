@@ -305,6 +305,7 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     """
     fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
+    fewer |= engines_growth(spec.query_growth)
     if head == spec.head:
         if spec.wrapped:
             fewer |= {"architectures": [spec.language_model], "tie_word_embeddings": spec.tied}

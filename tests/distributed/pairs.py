@@ -108,6 +108,8 @@ def _pairs() -> list[Pair]:
         "opt_350m": ((Case(), 1, 1), *layouts[1:]),
         "own_head": layouts,
     }
+    # stages with other shares of windows
+    pairs += [Pair(Case(pp=2), 1, 2, "gemma3"), Pair(Case(tp=2, pp=2, sequence_parallel=True), 2, 2, "olmo3")]
     pairs += [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
     # experts: cut as the engine cuts them, otherwise, over replicas, and on ranks of the engine's own
     whole, over = Case(tp=2, ep=2), Case(dp=2, ep=2)

@@ -11,6 +11,9 @@ from tests.window_models import WINDOW_FAMILIES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
+YARN = WINDOW_FAMILIES["ministral3"][1]["rope_parameters"]
+CHANGES = {"ministral3": {"rope_parameters": {**YARN, "original_max_position_embeddings": MAX_LENGTH // 16}}}
+
 
 @pytest.fixture(scope="module")
 def ranks(selected, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
@@ -24,6 +27,7 @@ def ranks(selected, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
             head_dim=32,
             num_layers=NUM_LAYERS,
             max_length=MAX_LENGTH,
+            changes=CHANGES.get(family),
         )
     run_ranks(NUM_RANKS, "tests.distributed.window_engine_worker", root, root / "out.json", *families)
     return json.loads((root / "out.json").read_text())
