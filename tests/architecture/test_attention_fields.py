@@ -98,8 +98,7 @@ def test_sequences_may_be_longer_than_a_window_that_is_one(tmp_path: Path) -> No
 def test_growth_of_queries_goes_to_the_engine_under_its_name(tmp_path: Path) -> None:
     spec = read(tmp_path, OTHERS["ministral3"])
     assert spec.query_growth == QueryGrowth(0.1, 64)
-    overrides = LanguageModel.of(spec).overrides
-    assert isinstance(overrides, dict)
+    overrides = LanguageModel.of(spec).arguments(prefix_caching=True)["hf_overrides"]
     assert overrides["llama_4_scaling"] == {"original_max_position_embeddings": 64, "beta": 0.1}
     with pytest.raises(CheckpointError, match="llama_4_scaling_beta = None is not supported"):
         read(tmp_path, OTHERS["ministral3"], rope_parameters=YARN)

@@ -64,7 +64,9 @@ def test_the_engine_samples_with_the_trainers_adapters(case: str, family: str, r
 
 @every_case
 def test_the_engine_has_no_copy_where_it_is_cut_as_the_actor(case: str, family: str, results: dict) -> None:
-    for metrics in results[f"{case}/{family}"] if case in ("one rank", "in place") and family != "glm" else ():
+    if family in ("glm", "olmo3"):
+        return  # their engines cut the gates, or have norms over all heads whole
+    for metrics in results[f"{case}/{family}"] if case in ("one rank", "in place") else ():
         assert metrics["memory/engine_own_weight_bytes"] == metrics["reshard/bytes_received"] == 0
 
 
