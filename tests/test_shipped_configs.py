@@ -147,6 +147,12 @@ PARAMETERS = {  # as their publishers count them; those of OPT, which has no suc
     "mixtral-8x7b": 46_702_792_704,
     "opt-1.3b": 1_315_758_080,
     "opt-6.7b": 6_658_473_984,
+    "gemma-3-27b": 27_009_346_304,  # without what reads images
+    "gemma-3-4b": 3_880_263_168,
+    "ministral-3-8b": 8_489_553_920,
+    "olmo-3-7b": 7_298_011_136,
+    "phi-4": 14_659_507_200,
+    "smollm3-3b": 3_075_098_624,
     "opt-66b": 65_719_701_504,
     "qwen2-72b": 72_706_203_648,
     "qwen2.5-0.5b": 494_032_768,

@@ -91,6 +91,19 @@ LAYOUTS = {
         Layout("qwen3.5-35b-a3b", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
         Layout("qwen3.5-122b-a10b", 64, tp=8, pp=4, ep=8, engine_tp=8, recompute="full"),
     ),
+    "Gemma3": (
+        Layout("gemma-3-4b", 1),
+        Layout("gemma-3-4b", 8, tp=2),
+        Layout("gemma-3-27b", 64, tp=8, engine_tp=4),
+    ),
+    "Phi3": (Layout("phi-4", 1), Layout("phi-4", 8, tp=2), Layout("phi-4", 64, tp=2, pp=2, engine_tp=2)),
+    "Ministral3": (
+        Layout("ministral-3-8b", 1),
+        Layout("ministral-3-8b", 8, tp=2),
+        Layout("ministral-3-8b", 64, tp=4, engine_tp=2),
+    ),
+    "SmolLM3": (Layout("smollm3-3b", 1), Layout("smollm3-3b", 8, tp=2), Layout("smollm3-3b", 64, tp=2)),
+    "Olmo3": (Layout("olmo-3-7b", 1), Layout("olmo-3-7b", 8, tp=2), Layout("olmo-3-7b", 64, tp=4, engine_tp=2)),
     "Glm": (Layout("glm-4-9b", 1), Layout("glm-4-9b", 8, tp=4), Layout("glm-4-9b", 64, tp=4, engine_tp=2)),
     "OPT": (
         Layout("opt-1.3b", 1),
@@ -192,7 +205,7 @@ def _size(count: int) -> str:
 def family_table(name: str) -> str:
     family = FAMILIES[name]
     score = family.score_architecture or f"{name}ForSequenceClassification"
-    wrapper = [name + WRAPPER] if family.has_wrapper else []
+    wrapper = [family.wrapper or name + WRAPPER] if family.has_wrapper else []
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
     rows += [("`config.json` must have", listed(family.required))]
     rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
@@ -221,6 +234,8 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         else "",
         "the outputs times a sigmoid of a gate" if family.output_gate else "",
         "gated delta nets in the layers that `layer_types` says" if family.delta_nets else "",
+        "RMSNorm over all heads of queries, and of keys" if family.wide_qk_norm else "",
+        f"scores divided by the root of `{family.scale_key}`" if family.scale_key else "",
         _window(family) if family.has_window else "",
     ]
     rotary = "learned positions" if family.position_offset else "rotary"
@@ -228,11 +243,17 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         rotary = f"rotary over {family.rotary_part:.0%} of a head".replace("%", " %")
     if family.rotary_interleaved:
         rotary += ", neighbouring dimensions together"
+    if family.rope_by_layer:
+        rotary += ", of other bases in layers with windows"
+    if family.unturned_interval:
+        rotary += ", but for the layers that `no_rope_layers` says"
+    if family.query_growth:
+        rotary += "; queries grow with their positions, by `llama_4_scaling_beta`"
     rows = [
         ("Attention", "; ".join(filter(None, attention)) or "grouped heads"),
         ("Positions", rotary),
         ("Norms", _norms(family)),
-        ("MLP", "; ".join(filter(None, ["SwiGLU" if family.gated else "ReLU", experts and f"experts: {experts}"]))),
+        ("MLP", "; ".join(filter(None, [_activation(family), experts and f"experts: {experts}"]))),
     ]
     if family.expert_keys:
         router = "sigmoid with a frozen bias, in float32" if family.sigmoid_router else "softmax, in the model's dtype"
@@ -243,10 +264,22 @@ def _traits(family: Family) -> list[tuple[str, str]]:
 def _norms(family: Family) -> str:
     if family.norm_eps is not None:
         return "LayerNorm"
-    return "RMSNorm times 1 + weight" if family.zero_centered_norms else "RMSNorm"
+    norm = "RMSNorm times 1 + weight" if family.zero_centered_norms else "RMSNorm"
+    where = {"before": "", "around": ", in front of attention and MLP and behind them", "behind": ", behind both alone"}
+    return norm + where[family.norms]
+
+
+def _activation(family: Family) -> str:
+    if family.gelu:
+        return "GELU, approximated by tanh, of a gate"
+    return "SwiGLU" if family.gated else "ReLU"
 
 
 def _window(family: Family) -> str:
+    if family.window_interval:
+        return "a sliding window in the layers that `layer_types` says"
+    if family.all_have_windows:
+        return "a sliding window in all layers, where `sliding_window` gives one"
     return "a sliding window, where `use_sliding_window` is true" if family.window_switch else "a sliding window"
 
 

@@ -12,7 +12,8 @@ from hybridflow.errors import CheckpointError
 
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
 MOST_LAYERS = 10_000
-WRAPPED = "model.language_model."  # in front of the language model's tensors in a wrapper, in place of "model."
+# in front of the language model's tensors in a wrapper, in place of "model."
+WRAPPED = ("model.language_model.", "language_model.model.")
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
@@ -108,10 +109,9 @@ class ConfigFields:
     def _tied(self) -> bool:
         """Whether the output layer is the embedding."""
         said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
-        embedding = self._family.embedding
-        if self._wrapped:
-            embedding = embedding.replace("model.", WRAPPED, 1)
-        return said and not has_own_head(self._file.parent, embedding, self._size("vocab_size"))
+        size, name = self._size("vocab_size"), self._family.embedding
+        names = [name.replace("model.", beginning, 1) for beginning in WRAPPED] if self._wrapped else [name]
+        return said and not any(has_own_head(self._file.parent, embedding, size) for embedding in names)
 
     def _projected_size(self, hidden: int) -> int | None:
         key = self._family.embedding_size_key

@@ -70,6 +70,7 @@ class Family:
     output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
     model_type: str = ""  # in config.json; none: the family's name
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
+    wrapper: str = ""  # the architecture of the wrapper, where it has another name than the family's
     has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
     shared_size_key: str = ""  # the size of an expert that every token goes through, times a sigmoid of a gate
     has_window: bool = False  # sliding_window counts
@@ -207,6 +208,8 @@ FAMILIES = {
     ),
     "Ministral3": Family(
         "ministral3",
+        has_wrapper=True,
+        wrapper="Mistral3ForConditionalGeneration",
         head_dim=128,
         kv_heads=8,
         max_positions=262144,
@@ -250,6 +253,7 @@ FAMILIES = {
         "gemma3",
         model_type="gemma3_text",
         score_architecture="Gemma3TextForSequenceClassification",
+        has_wrapper=True,
         tied=True,
         head_dim=256,
         kv_heads=4,

@@ -26,7 +26,9 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
     Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
     """
     directory = SafetensorsDirectory(path)
-    directory.rename(WRAPPED, "model.")
+    for beginning in WRAPPED:
+        directory.rename(beginning, "model.")
+    directory.rename("language_model.lm_head.", "lm_head.")
     for layer in range(spec.num_layers if spec.num_experts else 0):
         there = f"model.layers.{layer}.mlp."
         kind = spec.layer_kind(layer)

@@ -35,7 +35,9 @@ ARCHITECTURES: dict[str, tuple[str, Head]] = {
 ARCHITECTURES |= {
     each.score_architecture: (prefix, "score") for prefix, each in FAMILIES.items() if each.score_architecture
 }
-ARCHITECTURES |= {prefix + WRAPPER: (prefix, "lm") for prefix, family in FAMILIES.items() if family.has_wrapper}
+ARCHITECTURES |= {
+    family.wrapper or prefix + WRAPPER: (prefix, "lm") for prefix, family in FAMILIES.items() if family.has_wrapper
+}
 TEXT_CONFIG = "text_config"  # the language model's part of a wrapper's config.json
 
 

@@ -27,7 +27,7 @@ MAX_LISTED = 20
 DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached", "*.masked_bias")
 
 
-VISION = "model.visual."  # in front of the tensors of what reads images
+VISION = ("model.visual.", "vision_tower.", "multi_modal_projector.")  # in front of the tensors of what reads images
 
 
 @dataclass(frozen=True)
