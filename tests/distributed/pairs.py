@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5", True, 4),
     "qwen3_5_moe": ("qwen3_5_moe", False, 2),
     "gemma3": ("gemma3", True, 4),
+    "gemma3_untied": ("gemma3", False, 4),  # whose tokens are not as good as certain
     "phi3": ("phi3", False, 4),
     "ministral3": ("ministral3", False, 4),
     "smollm3": ("smollm3", True, 4),
@@ -43,6 +44,7 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
     "own_head": {},
+    "gemma3_untied": {},
 }  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model

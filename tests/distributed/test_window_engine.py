@@ -23,7 +23,7 @@ def ranks(selected, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         make_checkpoints(
             root / family,
             family=family,
-            tied=family == "gemma3",
+            tied=False,  # embeddings that are scaled would make each token follow itself
             head_dim=32,
             num_layers=NUM_LAYERS,
             max_length=MAX_LENGTH,
