@@ -153,7 +153,8 @@ def layer_bytes(
     GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
 
         none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
-                   4 h: input and output of both norms; sp = tp with sequence parallelism, else 1
+                   4 h: input and output of both norms, 6 h with the inputs of norms behind; sp = tp with sequence
+                   parallelism, else 1
                    3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
                    take the place of the first), what attention gives (q); w = 3 f: gate and up, and their product;
                    4 heads: attention's log-sum-exp in float32
@@ -175,7 +176,8 @@ def layer_bytes(
     adapters = 2 * adapter_columns(spec, kind)
     mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
     own = mixing(spec, recompute=recompute, itemsize=itemsize) / tp
-    return itemsize * (4 * spec.hidden_size / sp + width / tp + adapters) + own
+    norms = 6 if spec.traits.norms == "around" else 4
+    return itemsize * (norms * spec.hidden_size / sp + width / tp + adapters) + own
 
 
 def attention_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
