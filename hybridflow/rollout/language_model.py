@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridflow.architecture.rope import QueryGrowth
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec, engines_growth
+from hybridflow.errors import UserError
 from hybridflow.parallel.versions import replace_in
 from hybridflow.rollout.device import EngineDevice
 
@@ -14,8 +15,14 @@ from hybridflow.rollout.device import EngineDevice
 def leave_out_images(architecture: str) -> None:
     """Have vLLM's own loader read the language model out of a directory with what reads images.
 
-    architecture: of vllm.model_executor.models.qwen3_5. The trainer's weights need no such loader.
+    The trainer's weights need no such loader. Errors: UserError for architectures outside
+    vllm.model_executor.models.qwen3_5.
     """
+    if not architecture.startswith("Qwen3_5"):
+        raise UserError(
+            f"{architecture}: what reads images lies beside the language model, and vLLM reads neither alone. "
+            "`hybridflow convert` makes a directory of the language model, which vLLM reads"
+        )
     module: Any = importlib.import_module("vllm.model_executor.models.qwen3_5")
     mapper: Any = importlib.import_module("vllm.model_executor.models.utils").WeightsMapper
     model = getattr(module, architecture)
