@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from hybridflow.architecture.latent_weights import ABSORBED
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
@@ -21,6 +22,7 @@ WEIGHT, A, B = ".weight", ".lora_a", ".lora_b"
 HF = {A: ".lora_A.weight", B: ".lora_B.weight"}  # PEFT's names, behind that of the module
 ROW_SPLITS = (Split.QKV, Split.GATED, Split.ROWS, Split.PARTS)
 CONVOLUTION = ".conv1d.weight"  # no matrix
+WITHOUT = (CONVOLUTION, ABSORBED)
 
 
 def is_linear(weight: Weight) -> bool:
@@ -31,7 +33,7 @@ def is_linear(weight: Weight) -> bool:
         and not weight.experts
         and weight.megatron.startswith("decoder.layers.")
         and weight.megatron.endswith(WEIGHT)
-        and not weight.megatron.endswith(CONVOLUTION)
+        and not weight.megatron.endswith(WITHOUT)
     )
 
 

@@ -148,6 +148,8 @@ def write_config(
 ) -> None:
     """TARGET/config.json: that of the directory `source` with `changes` and, where it is given, the weights' dtype.
 
+    A change to None takes the field out.
+
     auto_map, which names the code that `copy_companions` copies only where it is trusted, goes with that code.
     """
     file = source / "config.json"
@@ -158,7 +160,8 @@ def write_config(
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config | dict(changes), indent=2) + "\n")
+    changed = {key: value for key, value in (config | dict(changes)).items() if key not in changes or value is not None}
+    (target / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def add_end_tokens(directory: Path, ids: Sequence[int]) -> None:
