@@ -15,6 +15,7 @@ from hybridflow.architecture.weight import Shape, Shapes, Weight
 LAYER, ATTENTION = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
 # vLLM's parameters that are views of others: no trainer's memory is asked for them
 DERIVED = ("W_UV", "W_UK_T")
+NORMS, NORM_EPS = ("q_a_layernorm", "kv_a_layernorm"), 1e-6  # transformers' whatever rms_norm_eps says
 ABSORBED = "self_attention.linear_kv_b.weight"  # the engine multiplies it into queries and outputs, which adapters miss
 
 

@@ -25,12 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from hybridflow.architecture.latent_weights import NORM_EPS
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
 from hybridflow.models.delta_net import LinearClasses
 from hybridflow.models.layers import RMSNorm, mark
-
-NORM_EPS = 1e-6  # of the narrow vectors, as transformers has it whatever config.json says
 
 
 class ReplicatedLinear(nn.Module):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import ExperimentConfig
@@ -14,6 +15,7 @@ SOME_SEQUENCES = 8  # at a time, of a replica that is of use
 # of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
 # whose default is 128 there; on CUDA the default
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+LATENT_BLOCK_TOKENS = {"cpu": 16, "cuda": 64}  # of latent attention: the only one there; the most that a GPU's have
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,13 @@ def size_kv_cache(
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
-    block_tokens = BLOCK_TOKENS["cuda" if cuda else "cpu"]
+    block_tokens = tokens_of_block(spec, cuda=cuda)
     own_blocks = 2 if spec.sliding_window else 1
     blocks_of_one = ceil(length / block_tokens)
     num_blocks = blocks_of_one + own_blocks
-    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
-    block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    num_layers = max(map(len, stages))
+    kept = kept_of_token(spec, rollout.tp)
+    block_bytes = block_tokens * num_layers * kept.numbers * itemsize
     needed = num_blocks * block_bytes
     rows = config.rows_of_replica(len(rollout.replicas))
     sequences = min(rows, config.rollout.sequences_of_step(rows, cuda=cuda))
@@ -82,12 +85,34 @@ def size_kv_cache(
         raise ConfigError(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
-            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
-            f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
-            f"{needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
+            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x {kept.sides}"
+            f"{num_layers} layers x {kept.each} x {itemsize} bytes = {needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
             "without the key the batch and the free memory decide"
         )
     return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks=own_blocks)
+
+
+def tokens_of_block(spec: ModelSpec, *, cuda: bool) -> int:
+    known = BLOCK_TOKENS if spec.latent is None else LATENT_BLOCK_TOKENS
+    return known["cuda" if cuda else "cpu"]
+
+
+class KeptOfToken(NamedTuple):
+    """Numbers of a token and layer in the cache of a tensor-parallel rank, and how they come about."""
+
+    numbers: int
+    sides: str
+    each: str
+
+
+def kept_of_token(spec: ModelSpec, tp: int) -> KeptOfToken:
+    """Of latent attention one vector for all heads, whole on every rank."""
+    if spec.latent is not None:
+        sizes = spec.latent
+        return KeptOfToken(sizes.cached, "", f"(kv_lora_rank {sizes.key_rank} + qk_rope_head_dim {sizes.rotary_dim})")
+    heads = max(1, spec.num_kv_heads // tp)
+    each = f"{heads} key/value heads x head_dim {spec.head_dim}"
+    return KeptOfToken(2 * heads * spec.head_dim, "2 (keys and values) x ", each)
 
 
 def gib_of(num_bytes: int) -> str:

@@ -169,6 +169,8 @@ class Generator:
             platform=self._platform,
             routing=self.routing,
             adapters=engine_adapters(actor.spec),
+            config_changes=actor.spec.engine_config,
+            latent=actor.spec.latent is not None,
         )
 
     @contextlib.contextmanager

@@ -23,8 +23,11 @@ class EngineDevice(Protocol):
     def prepare(self) -> None:
         """Before an engine is built; may be called again."""
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
-        """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released."""
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
+        """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released.
+
+        latent: the layers have latent attention.
+        """
 
     def kv_cache(self, llm: "LLM") -> KVCache: ...
 
@@ -68,7 +71,7 @@ class CudaEngine:
 
         current_stream()
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
         """The backend of attention says how many tokens a block has."""
         return {
             "enable_chunked_prefill": True,

@@ -8,7 +8,7 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -70,6 +70,7 @@ class RolloutEngine:
     routing: the engine records the experts of each token; only the first tensor-parallel rank of a stage tells them.
     block_tokens: of the KV cache, where it is the trainer that says it.
     adapters: of the actor; the source has their matrices too.
+    config_changes: what vLLM reads in place of config.json. latent: the layers have latent attention.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class RolloutEngine:
         platform: Platform,
         routing: RoutingSizes | None = None,
         adapters: EngineAdapters | None = None,
+        config_changes: Mapping[str, Any] | None = None,
+        latent: bool = False,
     ) -> None:
         prepare_vllm()
         import vllm
@@ -109,7 +112,7 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
-                hf_overrides={"tie_word_embeddings": tied},  # vLLM knows config.json and safetensors alone
+                hf_overrides={"tie_word_embeddings": tied, **(config_changes or {})},  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
@@ -120,7 +123,12 @@ class RolloutEngine:
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
-                **device.settings(eager=config.enforce_eager or hooked, sleeps=self._sleeps, block_tokens=block_tokens),
+                **device.settings(
+                    eager=config.enforce_eager or hooked,
+                    sleeps=self._sleeps,
+                    block_tokens=block_tokens,
+                    latent=latent,
+                ),
                 enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else

@@ -105,6 +105,8 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                     placed.stages, placed.rollout.coordinates(trainer.platform.rank).pp
                 ),
                 block_tokens=placed.kv_cache.block_tokens,
+                config_changes=trainer.roles.actor.spec.engine_config,
+                latent=trainer.roles.actor.spec.latent is not None,
                 platform=trainer.platform,
             )
     found = _responses(trainer)

@@ -23,7 +23,7 @@ from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import single_steps, vllms_own_loader
@@ -132,7 +132,9 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         sampling=case.sampling,
         config=RolloutConfig(max_num_seqs=8, max_num_batched_tokens=case.chunk or 512),
         kv_cache_bytes=case.kv_bytes * len(case.stages[at.pp]) // max(map(len, case.stages)),
-        block_tokens=BLOCK_TOKENS["cpu"],
+        block_tokens=tokens_of_block(spec, cuda=False),
+        config_changes=spec.engine_config,
+        latent=spec.latent is not None,
         platform=platform,
         routing=RoutingSizes(spec.num_layers, spec.experts_per_token, spec.num_experts),
     )

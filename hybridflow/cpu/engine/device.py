@@ -19,12 +19,13 @@ class CpuEngine:
     def prepare(self) -> None:
         patch()
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
         return {
             "enable_chunked_prefill": False,  # a prompt cut in two takes a seeded draw back: here vLLM cannot
             "enforce_eager": True,
             "enable_sleep_mode": False,
             "block_size": block_tokens,
+            **({"attention_backend": "CPU_MLA"} if latent else {}),  # the other packs and frees kv_b_proj
         }
 
     def kv_cache(self, llm: "LLM") -> CpuKVCache:
