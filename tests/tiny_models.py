@@ -70,7 +70,8 @@ FAMILIES |= {
     "moonlight": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }
 TEXT = {"Qwen3_5": "Qwen3_5Text"}  # prefixes that transformers has for configs, and for models that score
-SCORES = {"glm4_moe": "mixtral", "glm4_moe_lite": "mixtral"}  # of which transformers has no model that scores: another one does
+# of which transformers has no model that scores: another one does
+SCORES = {"glm4_moe": "mixtral", "glm4_moe_lite": "mixtral"}
 
 
 ROPE_LLAMA3 = {

@@ -68,7 +68,7 @@ def read_groups(raw: dict[str, Any], family: Family, num_experts: int, chosen: i
     return {"expert_groups": int(groups), "chosen_groups": int(of_token)}
 
 
-def dense_layers(raw: dict[str, Any], family: Family, refuse: Refuse) -> object:
+def dense_layers(raw: dict[str, Any], family: Family, refuse: Refuse) -> Any:
     """How many of the first layers have no experts, by the family's key or, as transformers 5 has it, by layer."""
     kinds = raw.get("mlp_layer_types") if family.latent else None
     missing = family.dense_layers_missing

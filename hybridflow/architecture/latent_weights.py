@@ -16,6 +16,7 @@ LAYER, ATTENTION = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.se
 # vLLM's parameters that are views of others: no trainer's memory is asked for them
 DERIVED = ("W_UV", "W_UK_T")
 NORMS, NORM_EPS = ("q_a_layernorm", "kv_a_layernorm"), 1e-6  # transformers' whatever rms_norm_eps says
+WHOLE = ("self_attention.linear_qkv_a.weight", "self_attention.linear_kv_a.weight")  # linear layers on every rank
 ABSORBED = "self_attention.linear_kv_b.weight"  # the engine multiplies it into queries and outputs, which adapters miss
 
 
@@ -67,9 +68,7 @@ KV_NORM = _weight("kv_a_layernorm", "kv_a_layernorm", Split.REPLICATED, _kv_norm
 KV_B = _weight("linear_kv_b", "kv_b_proj", Split.ROWS, _kv_b)
 OUT = _weight("linear_proj", "o_proj", Split.COLUMNS, _out)
 NARROW_QUERIES = (
-    _weight(
-        "linear_qkv_a", "q_a_proj kv_a_proj_with_mqa", Split.REPLICATED, _qkv_a, engine="fused_qkv_a_proj"
-    ),
+    _weight("linear_qkv_a", "q_a_proj kv_a_proj_with_mqa", Split.REPLICATED, _qkv_a, engine="fused_qkv_a_proj"),
     _weight("q_a_layernorm", "q_a_layernorm", Split.REPLICATED, _q_norm),
     KV_NORM,
     _weight("linear_q_b", "q_b_proj", Split.ROWS, _q_b),

@@ -120,7 +120,8 @@ def attention_scale(rope: Rope, head_dim: int) -> float:
     scale, all_dim = float(head_dim**-0.5), fields.get("mscale_all_dim")
     if fields["rope_type"] != "yarn" or not all_dim or fields["factor"] <= 1:
         return scale
-    return scale * (0.1 * all_dim * math.log(fields["factor"]) + 1) ** 2
+    of_yarn: float = 0.1 * all_dim * math.log(fields["factor"]) + 1
+    return scale * of_yarn**2
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

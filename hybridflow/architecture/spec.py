@@ -14,7 +14,7 @@ from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.config_fields import ConfigFields
 from hybridflow.architecture.families import FAMILIES, REFUSED, Family
 from hybridflow.architecture.latent_fields import told_to_engines
-from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, Mixer, Mlp
+from hybridflow.architecture.layer_kinds import DeltaSizes, EngineConfig, LatentSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.rope import Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
@@ -211,12 +211,12 @@ class ModelSpec:
         return attention_scale(self.rope, self.head_dim) if self.latent is not None else self.head_dim**-0.5
 
     @property
-    def engine_config(self) -> dict[str, Any]:
-        """What of config.json an engine is told otherwise: what transformers 5 leaves out, and what we have changed."""
-        found = told_to_engines(self.traits, self.num_dense_layers)
+    def engine_config(self) -> EngineConfig:
+        """What of config.json is otherwise: what transformers 5 leaves out, what we have changed, what we found."""
+        found = {"tie_word_embeddings": self.tied, **told_to_engines(self.traits, self.num_dense_layers)}
         if self.traits.router_in_dtype:
             found["moe_router_dtype"] = "float32"  # as transformers and the trainer compute the router's logits
-        return found | ({"quantization_config": None} if self.block_fp8 else {})
+        return EngineConfig(found | ({"quantization_config": None} if self.block_fp8 else {}), self.latent is not None)
 
     def rotary(self) -> Rotary | None:
         """What queries and keys are turned by; None where positions are learned."""
@@ -280,7 +280,9 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
     fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
-    fewer |= told_to_engines(spec.traits, spec.num_dense_layers) | ({"quantization_config": None} if spec.block_fp8 else {})
+    fewer |= told_to_engines(spec.traits, spec.num_dense_layers) | (
+        {"quantization_config": None} if spec.block_fp8 else {}
+    )
     if head == spec.head:
         return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)

@@ -27,8 +27,8 @@ from hybridflow.models.attention import (
     PackedAttention,
 )
 from hybridflow.models.delta_net import DeltaNet
-from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.expert_groups import ExpertGroups
+from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config

@@ -20,4 +20,5 @@ class ExpertGroups(NamedTuple):
         by_group = scores.unflatten(1, (self.number, -1))
         best = by_group.topk(BEST_OF_GROUP).values.sum(-1)  # (t, groups)
         chosen = best.new_zeros(best.shape).bool().scatter(1, best.topk(self.chosen).indices, True)
-        return by_group.masked_fill(~chosen[:, :, None], float("-inf")).flatten(1)
+        masked: Tensor = by_group.masked_fill(~chosen[:, :, None], float("-inf")).flatten(1)
+        return masked

@@ -64,8 +64,9 @@ class Router(nn.Module):
 class SigmoidRouter(Router):
     """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16).
 
-    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count, where there are groups among
-    the experts of the best; what they count is the score alone, divided by their sum if so configured, times `scaling`. The bias is no parameter of the loss and stays.
+    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count, of the best groups alone
+    where there are groups. What they count is the score alone, divided by their sum if so configured, times `scaling`.
+    The bias is no parameter of the loss and stays.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

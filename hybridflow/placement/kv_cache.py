@@ -86,7 +86,8 @@ def size_kv_cache(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
             f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x {kept.sides}"
-            f"{num_layers} layers x {kept.each} x {itemsize} bytes = {needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
+            f"{num_layers} layers x {kept.each} x {itemsize} bytes = {needed:,} bytes. "
+            f"rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
             "without the key the batch and the free memory decide"
         )
     return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks=own_blocks)

@@ -158,7 +158,7 @@ class Generator:
             actor.spec.path,
             self.reshard.engine_tensor,
             dtype=config.actor.dtype,
-            tied=actor.spec.tied,
+            model_config=actor.spec.engine_config,
             layout=self.layout,
             stages=self._placed.stages,
             max_length=config.max_sequence_length,
@@ -169,8 +169,6 @@ class Generator:
             platform=self._platform,
             routing=self.routing,
             adapters=engine_adapters(actor.spec),
-            config_changes=actor.spec.engine_config,
-            latent=actor.spec.latent is not None,
         )
 
     @contextlib.contextmanager

@@ -47,8 +47,8 @@ def _check_latent(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
     sizes = spec.latent
     if (sizes.key_rank, sizes.rotary_dim) != LATENT_SIZES:
         raise ConfigError(
-            f"actor.model: {spec.path} has kv_lora_rank {sizes.key_rank} and qk_rope_head_dim {sizes.rotary_dim}. vLLM's "
-            f"latent attention has kernels for {LATENT_SIZES[0]} and {LATENT_SIZES[1]} alone"
+            f"actor.model: {spec.path} has kv_lora_rank {sizes.key_rank} and qk_rope_head_dim {sizes.rotary_dim}. "
+            f"vLLM's latent attention has kernels for {LATENT_SIZES[0]} and {LATENT_SIZES[1]} alone"
         )
     if cuda and dtype == "float32":
         raise ConfigError(

@@ -8,13 +8,14 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 
+from hybridflow.architecture.layer_kinds import EngineConfig
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
@@ -66,11 +67,9 @@ class RolloutEngine:
     pipeline stage hands the logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
 
-    tied: whether the output layer is the embedding.
     routing: the engine records the experts of each token; only the first tensor-parallel rank of a stage tells them.
     block_tokens: of the KV cache, where it is the trainer that says it.
     adapters: of the actor; the source has their matrices too.
-    config_changes: what vLLM reads in place of config.json. latent: the layers have latent attention.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class RolloutEngine:
         source: Callable[[str], Tensor],
         *,
         dtype: Literal["float32", "bfloat16"],
-        tied: bool,
+        model_config: EngineConfig,
         layout: RolloutLayout,
         stages: Stages,
         max_length: int,
@@ -90,8 +89,6 @@ class RolloutEngine:
         platform: Platform,
         routing: RoutingSizes | None = None,
         adapters: EngineAdapters | None = None,
-        config_changes: Mapping[str, Any] | None = None,
-        latent: bool = False,
     ) -> None:
         prepare_vllm()
         import vllm
@@ -112,7 +109,7 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
-                hf_overrides={"tie_word_embeddings": tied, **(config_changes or {})},  # vLLM knows config.json and safetensors alone
+                hf_overrides=model_config.changes,  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
@@ -127,7 +124,7 @@ class RolloutEngine:
                     eager=config.enforce_eager or hooked,
                     sleeps=self._sleeps,
                     block_tokens=block_tokens,
-                    latent=latent,
+                    latent=model_config.latent,
                 ),
                 enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from

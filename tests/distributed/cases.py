@@ -86,7 +86,14 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "deepseek_v3")  # these run samples of a prompt: every kind of position, experts
+GROUPED = (
+    "llama",
+    "qwen2",
+    "glm",
+    "opt",
+    "mixtral",
+    "deepseek_v3",
+)  # these run samples of a prompt: every kind of position, experts
 SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
 STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"

@@ -95,7 +95,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                 directory,
                 _no_source,
                 dtype=placed.config.actor.dtype,
-                tied=trainer.roles.actor.spec.tied,
+                model_config=trainer.roles.actor.spec.engine_config,
                 layout=placed.rollout,
                 stages=placed.stages,
                 max_length=placed.config.max_sequence_length,
@@ -105,8 +105,6 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                     placed.stages, placed.rollout.coordinates(trainer.platform.rank).pp
                 ),
                 block_tokens=placed.kv_cache.block_tokens,
-                config_changes=trainer.roles.actor.spec.engine_config,
-                latent=trainer.roles.actor.spec.latent is not None,
                 platform=trainer.platform,
             )
     found = _responses(trainer)

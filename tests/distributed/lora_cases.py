@@ -18,6 +18,9 @@ TARGETS = {
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "mixtral": OF_ATTENTION,
     "qwen3_moe": OF_ATTENTION,
+    # all but kv_b_proj, which the engine multiplies into queries and outputs
+    "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", *NAMES[4:]],
+    "moonlight": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 # PEFT 0.21.2 takes gate_proj, up_proj and down_proj for the fused matrices of routed experts, never for a shared expert
 FOR_EXPERTS = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
@@ -33,6 +36,8 @@ CASES_OF = {
     "opt": (SPLIT, STAGED, MIXED),
     "mixtral": (SPLIT, STAGED),
     "qwen3_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
+    "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED),
+    "moonlight": (SPLIT,),
     "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),
 }
 DEFAULT = {

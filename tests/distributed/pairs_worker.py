@@ -161,7 +161,7 @@ class Run:
                 self.model,
                 reshard.engine_tensor,
                 dtype="float32",
-                tied=spec.tied,
+                model_config=spec.engine_config,
                 layout=layout,
                 stages=stages,
                 max_length=PROMPT_LENGTH + RESPONSE_LENGTH,
@@ -169,8 +169,6 @@ class Run:
                 config=ROLLOUT,
                 kv_cache_bytes=1 << 24,
                 block_tokens=tokens_of_block(spec, cuda=False),
-                config_changes=spec.engine_config,
-                latent=spec.latent is not None,
                 platform=self.world.platform,
             )
             engine.sleep()

@@ -125,7 +125,7 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         directory,
         no_source,
         dtype="float32",
-        tied=spec.tied,
+        model_config=spec.engine_config,
         layout=layout,
         stages=case.stages,
         max_length=MAX_LENGTH,
@@ -133,8 +133,6 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         config=RolloutConfig(max_num_seqs=8, max_num_batched_tokens=case.chunk or 512),
         kv_cache_bytes=case.kv_bytes * len(case.stages[at.pp]) // max(map(len, case.stages)),
         block_tokens=tokens_of_block(spec, cuda=False),
-        config_changes=spec.engine_config,
-        latent=spec.latent is not None,
         platform=platform,
         routing=RoutingSizes(spec.num_layers, spec.experts_per_token, spec.num_experts),
     )
