@@ -66,7 +66,7 @@ class ConfigFields:
         )
         if family.latent:
             check_rope(dict(rope), self._refuse)
-            found |= read_latent(raw, self._size, self._refuse)
+            found |= read_latent(raw, family, self._size, self._refuse)
             found["block_fp8"] = is_block_fp8(raw, family)
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
         self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
@@ -163,7 +163,7 @@ class ConfigFields:
     def _scaling(self) -> dict[str, Any]:
         if not self._family.sigmoid_router:
             return {}
-        factor = self._raw.get("routed_scaling_factor", 1.0)
+        factor = self._raw.get("routed_scaling_factor", self._family.routed_scaling)
         self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
         return {"routed_scaling": float(factor)}
 

@@ -55,6 +55,7 @@ class Family:
     dense_layers_key: str = ""  # how many of the first layers have no experts, missing: 1; none: no layer
     prediction_layers_key: str = ""  # how many layers that guess further tokens follow, missing: 1; they are left out
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
+    routed_scaling: float = 1.0  # what a missing routed_scaling_factor means
     dense_layers_missing: int = 1  # what a missing `dense_layers_key` means
     latent: bool = False  # keys and values are made of one narrow vector a token (MLA)
     expert_groups: tuple[int, int] | None = None  # missing n_group, topk_group; None: experts are in no groups
@@ -239,7 +240,9 @@ FAMILIES = {
         "glm4_moe_lite",
         ffn_key="moe_intermediate_size",
         grouped=False,
+        kv_heads=20,
         max_positions=202752,
+        routed_scaling=1.8,
         expert_keys=("n_routed_experts", "num_local_experts"),
         normalize_router=None,
         normalize_missing=True,
@@ -256,7 +259,9 @@ FAMILIES = {
         other_model_types=("kimi_k2",),
         ffn_key="moe_intermediate_size",
         grouped=False,
+        kv_heads=128,
         max_positions=4096,
+        routed_scaling=2.5,
         expert_keys=("n_routed_experts", "num_local_experts"),
         normalize_router=None,
         normalize_missing=True,

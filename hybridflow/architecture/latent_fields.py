@@ -15,11 +15,12 @@ FP8_BLOCK = (128, 128)  # rows and columns that share a scale
 BEST_OF_GROUP = 2  # experts whose scores are a group's
 
 
-def read_latent(raw: dict[str, Any], size: Size, refuse: Refuse) -> dict[str, Any]:
+def read_latent(raw: dict[str, Any], family: Family, size: Size, refuse: Refuse) -> dict[str, Any]:
     """Fields of `ModelSpec` of a model whose layers are all of latent attention."""
     heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
-    kv_heads = raw.get("num_key_value_heads", heads)
+    kv_heads = raw.get("num_key_value_heads", family.kv_heads)
     refuse("num_key_value_heads", kv_heads, kv_heads not in (heads, None), f"must be {heads}: each head has its own")
+    refuse("q_lora_rank", None, "q_lora_rank" not in raw, "must be there, null where queries are not narrow")
     sizes = LatentSizes(
         query_rank=None if raw.get("q_lora_rank") is None else size("q_lora_rank"),
         key_rank=size("kv_lora_rank"),

@@ -65,5 +65,5 @@ class LatentSizes(NamedTuple):
 class EngineConfig(NamedTuple):
     """What an engine is told of a model beside the model's directory."""
 
-    changes: dict[str, Any]  # what vLLM reads in place of config.json
+    fields: dict[str, Any]  # what vLLM reads in place of config.json
     latent: bool = False  # the layers have latent attention

@@ -158,7 +158,7 @@ class Generator:
             actor.spec.path,
             self.reshard.engine_tensor,
             dtype=config.actor.dtype,
-            model_config=actor.spec.engine_config,
+            changes=actor.spec.engine_config,
             layout=self.layout,
             stages=self._placed.stages,
             max_length=config.max_sequence_length,

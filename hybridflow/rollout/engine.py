@@ -78,7 +78,7 @@ class RolloutEngine:
         source: Callable[[str], Tensor],
         *,
         dtype: Literal["float32", "bfloat16"],
-        model_config: EngineConfig,
+        changes: EngineConfig,
         layout: RolloutLayout,
         stages: Stages,
         max_length: int,
@@ -96,10 +96,10 @@ class RolloutEngine:
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
-        device = engine_device()
-        cuts = routing is not None and config.partial is not None
+        device, cuts = engine_device(), routing is not None and config.partial is not None
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp, cuts_routes=cuts)
-        hooked = routing is not None and not second  # a graph would not call the hooks
+        hooked = routing is not None and not second
+        eager = config.enforce_eager or hooked  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
         with preserved_random_state(), without_bars():
@@ -109,7 +109,7 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
-                hf_overrides=model_config.changes,  # vLLM knows config.json and safetensors alone
+                hf_overrides=changes.fields,  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
@@ -120,12 +120,7 @@ class RolloutEngine:
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
-                **device.settings(
-                    eager=config.enforce_eager or hooked,
-                    sleeps=self._sleeps,
-                    block_tokens=block_tokens,
-                    latent=model_config.latent,
-                ),
+                **device.settings(eager=eager, sleeps=self._sleeps, block_tokens=block_tokens, latent=changes.latent),
                 enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else

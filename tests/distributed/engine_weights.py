@@ -95,7 +95,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                 directory,
                 _no_source,
                 dtype=placed.config.actor.dtype,
-                model_config=trainer.roles.actor.spec.engine_config,
+                changes=trainer.roles.actor.spec.engine_config,
                 layout=placed.rollout,
                 stages=placed.stages,
                 max_length=placed.config.max_sequence_length,

@@ -120,7 +120,7 @@ def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_lev
         checkpoints / case.model / case.directory,
         EngineShards(model.state_dict(), model.config.num_key_value_heads, at.tp, case.tp),
         dtype=case.dtype,
-        model_config=read_spec(checkpoints / case.model / "policy").engine_config,
+        changes=read_spec(checkpoints / case.model / "policy").engine_config,
         layout=case.layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

@@ -161,7 +161,7 @@ class Run:
                 self.model,
                 reshard.engine_tensor,
                 dtype="float32",
-                model_config=spec.engine_config,
+                changes=spec.engine_config,
                 layout=layout,
                 stages=stages,
                 max_length=PROMPT_LENGTH + RESPONSE_LENGTH,

@@ -125,7 +125,7 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         directory,
         no_source,
         dtype="float32",
-        model_config=spec.engine_config,
+        changes=spec.engine_config,
         layout=layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from hybridflow.architecture.layer_kinds import EngineConfig
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.platform import Platform
@@ -59,7 +60,7 @@ def test_an_engine_is_built_without_bars(monkeypatch: pytest.MonkeyPatch, capsys
             SimpleNamespace(),
             lambda name: torch.empty(0),
             dtype="float32",
-            tied=False,
+            changes=EngineConfig({}),
             layout=RolloutLayout(1, 1, ((0,),)),
             stages=((0,),),
             max_length=8,
