@@ -15,6 +15,7 @@ MODELS = {
     "opt_350m": ("opt_350m", True),
     "qwen3_moe": ("qwen3_moe", True),
     "glm4_moe": ("glm4_moe", False),
+    "deepseek_v3": ("deepseek_v3", False),
 }
 
 
@@ -95,6 +96,8 @@ CASES = (
     Case("mixtral", "tp2pp2", "dp4ep2etp2", "momentum", "bfloat16"),
     Case("glm4_moe", "pp2dp2ep2", "tp2ep2"),
     Case("glm4_moe", "tp2dp2ep4", "pp2dp2", dtype="bfloat16"),
+    Case("deepseek_v3", "tp2pp2", "dp2ep2"),
+    Case("deepseek_v3", "dp2", "tp2", dtype="bfloat16"),
 )
 
 
