@@ -62,6 +62,8 @@ CASES = {
     "chunks": Case("qwen3_moe", chunk=40, **SHARED),
     "full cache": Case("qwen3_moe", samples=3, prompt_lengths=(60, 61, 62), kv_bytes=9 * 3 * 2**16),
     "stages": Case("qwen3_moe", pp=2, replicas=((0, 1),), stages=((0,), (1, 2)), **SHARED),
+    "groups of experts": Case("deepseek_v3"),
+    "latent attention in stages": Case("glm4_moe_lite", pp=2, replicas=((0, 1),), stages=((0, 1), (2,))),
     "tensor parallel": Case("mixtral", tp=2, replicas=((0, 1),), **SHARED),
 }
 
@@ -169,6 +171,8 @@ def routers(model: torch.nn.Module) -> dict[int, Tensor]:
     """The choice of each layer in the last forward pass."""
     found: dict[int, Tensor] = {}
     for number, layer in enumerate(model.model.layers):
+        if not hasattr(layer.mlp, "gate"):  # a dense layer, which has no record
+            continue
         layer.mlp.gate.register_forward_hook(lambda gate, args, out, number=number: found.update({number: out[2]}))
     return found
 
@@ -178,7 +182,8 @@ def by_transformers(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """(tokens, layers, k)."""
     found = routers(model)
     model(torch.tensor([ids]))
-    return torch.stack([found[layer] for layer in range(NUM_LAYERS)], 1)
+    nothing = torch.zeros_like(found[NUM_LAYERS - 1])
+    return torch.stack([found.get(layer, nothing) for layer in range(NUM_LAYERS)], 1)
 
 
 if __name__ == "__main__":
