@@ -4,7 +4,7 @@
 
 A pair is a query with a key that causal attention looks at: length^2 / 2 of a row. An update takes three times a
 forward pass. These are the model's operations: what is computed again, or left out as prompts that rows share, changes
-no count.
+no count. Latent attention has 2 heads (size of q + size of v) of each pair, though kernels take v for as wide as q.
 """
 
 from collections import Counter
@@ -31,13 +31,12 @@ def layer_products(
     spec: ModelSpec, kind: LayerKind, *, tp: int = 1, expert_tp: int = 1
 ) -> list[tuple[float, float, float]]:
     """(k, n, share of the tokens) of a layer's products on a tensor-parallel rank: one for each expert of a token."""
-    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
     hidden, gates = float(spec.hidden_size), 2 if spec.traits.gated else 1
 
     def mlp(width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
         return [(hidden, gates * width, share), (width, hidden, share)]
 
-    attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
+    attention = [(k, n, 1.0) for k, n in attention_products(spec, tp=tp)]
     size = spec.mlp_size(kind.mlp)
     everywhere = mlp(size / tp) if size else []
     if kind.mlp == "dense":
@@ -46,8 +45,30 @@ def layer_products(
     return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *everywhere]
 
 
+def attention_products(spec: ModelSpec, *, tp: int = 1) -> list[tuple[float, float]]:
+    """(k, n) of the products of attention of all tokens on a tensor-parallel rank."""
+    hidden = float(spec.hidden_size)
+    if spec.latent is None:
+        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
+        return [(hidden, (q + 2 * kv) / tp), (q / tp, hidden)]
+    sizes, heads = spec.latent, spec.num_heads / tp
+    return [
+        (hidden, float(sizes.narrow)),  # whole on every rank
+        (float(sizes.query_rank or hidden), heads * sizes.head_dim),
+        (float(sizes.key_rank), heads * (sizes.plain_dim + sizes.value_dim)),
+        (heads * sizes.value_dim, hidden),
+    ]
+
+
 def attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Of a layer forward: 4 heads head_dim a pair (Dao et al. 2022)."""
+    if spec.latent is not None:
+        return 2 * pairs * spec.num_heads * (spec.head_dim + spec.latent.value_dim)
+    return kernel_flops(spec, pairs)
+
+
+def kernel_flops(spec: ModelSpec, pairs: float) -> float:
+    """What kernels compute of a layer's attention forward: v is as wide as q."""
     return 4 * pairs * spec.num_heads * spec.head_dim
 
 

@@ -57,6 +57,11 @@ class LatentSizes(NamedTuple):
         return self.plain_dim + self.rotary_dim
 
     @property
+    def narrow(self) -> int:
+        """Of the vectors that queries, keys and values are made of, and the key that turns."""
+        return (self.query_rank or 0) + self.cached
+
+    @property
     def cached(self) -> int:
         """Numbers of a token that an engine keeps in a layer, on every tensor-parallel rank."""
         return self.key_rank + self.rotary_dim

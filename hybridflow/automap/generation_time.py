@@ -80,8 +80,8 @@ def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
 def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
     """One token for each of the running sequences."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
-    heads = max(1.0, spec.num_kv_heads / model.tp)
-    read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
+    of_token = 2 * max(1.0, spec.num_kv_heads / model.tp) * spec.head_dim if spec.latent is None else spec.latent.cached
+    read = of_token * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
     message = overheads.engine_message if model.tp > 1 else 0.0
     routing = ROUTING_KERNELS * overheads.operation if model.experts else 0.0

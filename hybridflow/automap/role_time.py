@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from hybridflow.architecture.flops import attention_flops
+from hybridflow.architecture.flops import attention_products, kernel_flops
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
@@ -158,9 +158,9 @@ class Model:
     def matrices(self) -> list[tuple[float, float]]:
         """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not."""
         spec, tp = self.spec, self.tp
-        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        hidden = float(spec.hidden_size)
-        attention = [(hidden, (q + 2 * kv) / tp), (q / tp, hidden)]
+        hidden, attention = float(spec.hidden_size), attention_products(spec, tp=tp)
+        if spec.latent is not None and self.sequence_parallel:  # the first is of this rank's tokens
+            attention[0] = (hidden, attention[0][1] / tp)
         if self.experts is None:
             return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
         shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
@@ -194,7 +194,7 @@ class Model:
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
         """2.5 times as many operations backward as forward (Dao et al. 2022)."""
-        operations = attention_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
+        operations = kernel_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
@@ -214,6 +214,9 @@ class Model:
         wide = spec.shared_ffn_hidden_size if self.experts else spec.ffn_hidden_size
         width = (5 if spec.traits.gated else 2) * wide
         own = b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
+        if spec.latent is not None:  # norms of the narrow vectors; of each head v is padded, and cut again
+            narrow = spec.latent.narrow - spec.latent.rotary_dim
+            own += b * (4 * narrow / sp + 4 * spec.num_heads * spec.latent.value_dim / self.tp)
         return own + self.experts.elementwise_bytes() if self.experts else own
 
     def _messages(self, mb: Pass, *, backward: bool) -> Cost:

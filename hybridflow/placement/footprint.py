@@ -22,6 +22,7 @@ from hybridflow.architecture.weights import embedding, head_weights, is_trained,
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
+from hybridflow.placement.latent import kept_numbers
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -161,11 +162,15 @@ def layer_bytes(
                    what a rank has where tokens are spread evenly over the experts
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from the input
+        latent     as `latent.kept_numbers` has it, in place of 3 q + 3 k
         adapters   2 b A's outputs more, which column-parallel layers gather, but for full
     """
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
     split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
+    own = 0
+    if spec.latent is not None and recompute != "full":
+        split[recompute], own = kept_numbers(spec.latent, spec.num_heads, recompute)
     width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind.mlp)
     if kind.mlp == "experts":
         width += spec.experts_per_token * (4 * spec.ffn_hidden_size + spec.hidden_size * cut.expert_tp)
@@ -173,7 +178,7 @@ def layer_bytes(
         return itemsize * spec.hidden_size / sp
     log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
     adapters = 2 * adapter_columns(spec, kind)
-    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp + adapters) + log_sum_exp
+    return itemsize * ((4 * spec.hidden_size + own) / sp + (split[recompute] + width) / tp + adapters) + log_sum_exp
 
 
 @cache
