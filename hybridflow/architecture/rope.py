@@ -95,7 +95,7 @@ def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
     """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = _config_class(path).from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = _config_of(path)
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -106,12 +106,14 @@ def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
     return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu"))
 
 
-def _config_class(path: Path) -> Any:
-    """transformers', also of a model type that transformers has under another name alone."""
+def _config_of(path: Path) -> Any:
+    """transformers' reading of config.json, also of a model type that transformers has under another name alone."""
     from transformers import AutoConfig, DeepseekV3Config
 
-    kind = parse_json((path / "config.json").read_bytes(), f"{path}: ").get("model_type")
-    return DeepseekV3Config if kind == "kimi_k2" else AutoConfig
+    raw = parse_json((path / "config.json").read_bytes(), f"{path}: ")
+    if raw.get("model_type") == "kimi_k2":
+        return DeepseekV3Config.from_dict(raw | {"model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def attention_scale(rope: Rope, head_dim: int) -> float:

@@ -215,7 +215,10 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
 
 
 def left_out(config: RunConfig) -> list[str]:
-    """What is in the models' directories and is not loaded, or not as it is there, a line each. Errors: CheckpointError as `read_spec`."""
+    """What is in the models' directories and is not loaded, or not as it is there, a line each.
+
+    Errors: CheckpointError as `read_spec`.
+    """
     specs = {name: read_spec(role.model) for name, role in config.roles().items()}
     narrow = [f"{name}.model: {READ_AS_BFLOAT16}" for name, spec in specs.items() if spec.block_fp8]
     return narrow + [
