@@ -66,6 +66,7 @@ class LatentAttention(MegatronModule):
         self.layer_number, self._sizes, self._scale, self._functions = layer_number, sizes, scale, functions
         self._group, heads, hidden = pg_collection.tp, config.num_attention_heads, config.hidden_size
         self._heads = heads // self._group.size()
+        self.linear_proj = linear.by_columns(config, heads * sizes.value_dim, hidden, pg_collection)
         if sizes.query_rank is None:
             self.linear_kv_a = ReplicatedLinear(config, sizes.cached)
             self.linear_q = linear.by_rows(config, hidden, heads * sizes.head_dim, pg_collection)
@@ -76,7 +77,6 @@ class LatentAttention(MegatronModule):
         self.kv_a_layernorm = norm(config, sizes.key_rank, eps=NORM_EPS)
         outputs = heads * (sizes.plain_dim + sizes.value_dim)
         self.linear_kv_b = linear.by_rows(config, sizes.key_rank, outputs, pg_collection)
-        self.linear_proj = linear.by_columns(config, heads * sizes.value_dim, hidden, pg_collection)
         modules = config.recompute_modules or ()
         self._again = config.recompute_granularity == "selective" and "core_attn" in modules
 

@@ -37,6 +37,8 @@ PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.
 # have their norms within the linear modules, which moves the border of a share by as much.
 REGISTERED = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.linear_kv_a", "self_attention.q_a_layernorm", "self_attention.linear_q"),
+    *("self_attention.kv_a_layernorm", "self_attention.linear_kv_b"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp"),
     *("post_attention_layernorm", "post_mlp_layernorm"),
 )
