@@ -46,7 +46,7 @@ FAMILIES |= {
             "layer_types": ["linear_attention", "full_attention"] * 8,  # as many as the model has
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 16,
             "linear_value_head_dim": 12,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
@@ -69,9 +69,24 @@ FAMILIES |= {
     # as Moonlight: queries of the hidden state itself, one group, plain angles
     "moonlight": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }
-TEXT = {"Qwen3_5": "Qwen3_5Text"}  # prefixes that transformers has for configs, and for models that score
-# of which transformers has no model that scores: another one does
-SCORES = {"glm4_moe": "mixtral", "glm4_moe_lite": "mixtral"}
+FAMILIES["qwen3_5_moe"] = (
+    "Qwen3_5Moe",
+    {
+        **FAMILIES["qwen3_5"][1],
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 48,
+    },
+)
+ZERO_CENTERED = ("Qwen3_5",)  # beginnings of names of classes in transformers
+TEXT = {
+    "Qwen3_5": "Qwen3_5Text",
+    "Qwen3_5Moe": "Qwen3_5MoeText",
+}  # prefixes that transformers has for configs, and for models that score
+SCORES = {
+    "glm4_moe": "mixtral",
+    "glm4_moe_lite": "mixtral",
+    "qwen3_5_moe": "mixtral",
+}  # of which transformers has no model that scores: another one does
 
 
 ROPE_LLAMA3 = {
@@ -145,6 +160,35 @@ def make_checkpoints(
     return directory
 
 
+def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, num_layers: int = 2) -> Path:
+    """DIRECTORY: a published kind of Qwen3.5, whose language model lies beside what reads images and guesses tokens.
+
+    One layer that guesses tokens, as published ones have: transformers does not load it.
+    """
+    prefix, extra = FAMILIES["qwen3_5_moe" if experts else "qwen3_5"]
+    torch.manual_seed(11)
+    text = {
+        **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "mtp_num_hidden_layers": 1},
+        **{key: x[:num_layers] if key == "layer_types" else x for key, x in extra.items()},
+        "tie_word_embeddings": tied,
+    }
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    vision = {**sizes, "num_position_embeddings": 16, "patch_size": 4, "spatial_merge_size": 2}
+    config = getattr(transformers, prefix + "Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, architectures=None
+    )
+    model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
+    randomise(model, 0.15)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    file = directory / "model.safetensors"
+    guessing = {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.randn(64)}
+    save_file(load_file(file) | guessing, file, metadata={"format": "pt"})
+    return directory
+
+
 def give_own_head(directory: Path) -> Tensor:
     """Put an output layer of its own beside the embedding of a tied model, whose config.json goes on to say tied."""
     file = directory / "model.safetensors"
@@ -156,11 +200,14 @@ def give_own_head(directory: Path) -> Tensor:
 
 
 def randomise(model: torch.nn.Module, std: float) -> None:
+    """Norms that multiply by 1 + weight have weights about 0, others about 1."""
+    around_zero = type(model).__name__.startswith(ZERO_CENTERED)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and "A_log" not in name:
-            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
-        else:
-            torch.nn.init.normal_(parameter, std=std)
+        if parameter.dim() == 1:
+            is_zero = name.endswith(("bias", "A_log")) or (around_zero and "norm" in name and "linear_attn" not in name)
+            torch.nn.init.normal_(parameter, mean=0.0 if is_zero else 1.0, std=0.1)
+        else:  # a convolution is as large as published ones
+            torch.nn.init.normal_(parameter, std=0.5 if "conv1d" in name else std)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
@@ -171,6 +218,7 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj"), "down_proj")),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("mlp", ("gate_proj", "up_proj"), "down_proj")),
 }
 
 
@@ -188,7 +236,7 @@ def by_checkpoint_name(tensors: Mapping[str, Tensor], family: str) -> dict[str, 
                 found[f"{prefix}.{expert}.{down}.weight"] = its
             else:
                 found[f"{prefix}.{expert}.{gate}.weight"], found[f"{prefix}.{expert}.{up}.weight"] = its.chunk(2)
-        if x.dim() != 3:
+        if not (x.dim() == 3 and matrix in ("gate_up_proj", "down_proj")):
             found[name] = x
     return found
 

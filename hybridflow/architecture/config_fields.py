@@ -62,6 +62,7 @@ class ConfigFields:
             pad_token_id=self._pad_token_id(),
             qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
             **(self._experts() if family.expert_keys else {}),
+            **self._prediction_layers(),
             **(self._delta_nets() if family.delta_nets else {}),
         )
         if family.latent:
@@ -137,7 +138,7 @@ class ConfigFields:
             normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
         found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
         found |= read_groups(self._raw, self._family, num_experts, chosen, self._refuse)
-        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
+        return found | self._dense_layers() | self._shared_experts() | self._scaling()
 
     def _dense_layers(self) -> dict[str, Any]:
         key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
@@ -150,10 +151,12 @@ class ConfigFields:
 
     def _prediction_layers(self) -> dict[str, Any]:
         key = self._family.prediction_layers_key
-        count = self._raw.get(key, 1) if key else 0
+        count = self._raw.get(key, self._family.prediction_layers_missing) if key else 0
         return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
 
     def _shared_experts(self) -> dict[str, Any]:
+        if self._family.shared_size_key:
+            return {"shared_ffn_hidden_size": self._size(self._family.shared_size_key, 512)}
         key = self._family.shared_experts_key
         count = self._raw.get(key, 1) if key else 0
         if not count:

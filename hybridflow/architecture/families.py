@@ -53,7 +53,9 @@ class Family:
     normalize_missing: bool = False  # what a missing norm_topk_prob means
     sigmoid_router: bool = False  # float32, with a frozen bias for the choice; else softmax in the weights' dtype
     dense_layers_key: str = ""  # how many of the first layers have no experts, missing: 1; none: no layer
-    prediction_layers_key: str = ""  # how many layers that guess further tokens follow, missing: 1; they are left out
+    prediction_layers_key: str = ""  # how many layers that guess further tokens follow; they are left out
+    prediction_layers_missing: int = 1  # what a missing number of these means
+    prediction_layers_at: str = ""  # what names of their tensors begin with; none: model.layers, behind the others
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
     routed_scaling: float = 1.0  # what a missing routed_scaling_factor means
     dense_layers_missing: int = 1  # what a missing `dense_layers_key` means
@@ -63,11 +65,11 @@ class Family:
     block_fp8: bool = False  # published weights may be fp8 with a scale a block, and are read as bfloat16
     delta_nets: bool = False  # some layers are gated delta nets: layer_types says which
     output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
-    shared_gate: bool = False  # a sigmoid multiplies what the shared expert gives
     model_type: str = ""  # in config.json; none: the family's name
     other_model_types: tuple[str, ...] = ()  # of other makers' models that are built alike
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
     has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
+    shared_size_key: str = ""  # the size of an expert that every token goes through, times a sigmoid of a gate
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
@@ -153,7 +155,36 @@ FAMILIES = {
         rotary_part=0.25,
         delta_nets=True,
         output_gate=True,
+        prediction_layers_key="mtp_num_hidden_layers",
+        prediction_layers_missing=0,
+        prediction_layers_at="mtp.",
         rules=(SILU, NO_ATTENTION_BIAS, *QWEN35_RULES),
+    ),
+    "Qwen3_5Moe": Family(
+        "qwen3_5_moe",
+        model_type="qwen3_5_moe_text",
+        has_wrapper=True,
+        ffn_key="moe_intermediate_size",
+        head_dim=256,
+        kv_heads=2,
+        max_positions=32768,
+        qk_norm=True,
+        zero_centered_norms=True,
+        rotary_part=0.25,
+        delta_nets=True,
+        output_gate=True,
+        expert_keys=("num_experts", "num_local_experts"),
+        shared_size_key="shared_expert_intermediate_size",
+        prediction_layers_key="mtp_num_hidden_layers",
+        prediction_layers_missing=0,
+        prediction_layers_at="mtp.",
+        rules=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            *QWEN35_RULES,
+            ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
+            ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+        ),
     ),
     "Glm": Family(
         "glm",

@@ -10,6 +10,7 @@ expert's matrix is a piece of such a tensor, so that the file is read as if it h
 from math import prod
 from pathlib import Path
 
+from hybridflow.architecture.config_fields import WRAPPED
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import layer_weights
@@ -26,6 +27,7 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
     Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
     """
     directory = BlockFp8Directory(path) if spec.block_fp8 else SafetensorsDirectory(path)
+    directory.rename(WRAPPED, "model.")
     for layer in range(spec.num_layers if spec.num_experts else 0):
         there = f"model.layers.{layer}.mlp."
         kind = spec.layer_kind(layer)

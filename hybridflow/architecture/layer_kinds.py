@@ -1,6 +1,6 @@
 """What the layers of a model are made of, and the sizes that one kind of layer alone has."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 # What lets the tokens of a sequence read each other. window: attention that reaches back `sliding_window` tokens;
 # latent: attention to keys and values that are made of one narrow vector a token (MLA); delta_net: a gated delta net.
@@ -65,10 +65,3 @@ class LatentSizes(NamedTuple):
     def cached(self) -> int:
         """Numbers of a token that an engine keeps in a layer, on every tensor-parallel rank."""
         return self.key_rank + self.rotary_dim
-
-
-class EngineConfig(NamedTuple):
-    """What an engine is told of a model beside the model's directory."""
-
-    fields: dict[str, Any]  # what vLLM reads in place of config.json
-    latent: bool = False  # the layers have latent attention

@@ -61,7 +61,8 @@ def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
 def whole_shape(weight: Weight, spec: ModelSpec) -> Shape:
     """Of the whole megatron parameter with the true vocabulary; (experts, rows, columns) if it belongs to experts."""
     shapes = weight.shapes(spec)
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    rows = sum(shape[0] for shape in shapes)
+    shape = (rows,) if len(shapes[0]) == 1 else (rows, prod(shapes[0][1:]))
     return (weight.experts, shape[0] // weight.experts, *shape[1:]) if weight.experts else shape
 
 
@@ -77,8 +78,6 @@ def _shape_at(weight: Weight, spec: ModelSpec, place: Place) -> Shape:
     if weight.experts:
         experts = weight.experts // place.ep
         return (experts, shard.num_rows // experts, shard.num_columns)
-    if len(weight.shapes(spec)[0]) > 2:  # a convolution's, whose columns are never cut
-        return (shard.num_rows, *weight.shapes(spec)[0][1:])
     return (shard.num_rows, shard.num_columns)
 
 

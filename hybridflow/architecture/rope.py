@@ -95,7 +95,7 @@ def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
     """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = _config_of(path)
+    config = _config_of(path).get_text_config()
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

@@ -14,7 +14,7 @@ from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.config_fields import ConfigFields
 from hybridflow.architecture.families import FAMILIES, REFUSED, Family
 from hybridflow.architecture.latent_fields import told_to_engines
-from hybridflow.architecture.layer_kinds import DeltaSizes, EngineConfig, LatentSizes, LayerKind, Mixer, Mlp
+from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.rope import Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 WRAPPER = "ForConditionalGeneration"  # a language model with what reads images beside it
-SCORES = next(suffix for suffix, head in HEADS.items() if head == "score")
+LANGUAGE_MODEL, SCORES = HEADS  # ends of names
 ARCHITECTURES: dict[str, tuple[str, Head]] = {
     prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()
 }
@@ -126,6 +126,17 @@ class ModelSpec:
         return self.max_positions + self.traits.position_offset
 
     @property
+    def language_model(self) -> str:
+        """HuggingFace's name of the architecture with the language model's head."""
+        prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == self.family)
+        return prefix + LANGUAGE_MODEL
+
+    @property
+    def config_section(self) -> str | None:
+        """The part of config.json that describes the language model; None: all of it."""
+        return TEXT_CONFIG if self.wrapped else None
+
+    @property
     def base(self) -> "ModelSpec":
         """Without adapters: what the directory holds."""
         return replace(self, lora=None)
@@ -211,12 +222,12 @@ class ModelSpec:
         return attention_scale(self.rope, self.head_dim) if self.latent is not None else self.head_dim**-0.5
 
     @property
-    def engine_config(self) -> EngineConfig:
-        """What of config.json is otherwise: what transformers 5 leaves out, what we have changed, what we found."""
-        found = {"tie_word_embeddings": self.tied, **told_to_engines(self.traits, self.num_dense_layers)}
+    def engine_fields(self) -> dict[str, Any]:
+        """What of config.json an engine reads otherwise: what transformers 5 leaves out, what we have changed."""
+        found = told_to_engines(self.traits, self.num_dense_layers)
         if self.traits.router_in_dtype:
             found["moe_router_dtype"] = "float32"  # as transformers and the trainer compute the router's logits
-        return EngineConfig(found | ({"quantization_config": None} if self.block_fp8 else {}), self.latent is not None)
+        return found | ({"quantization_config": None} if self.block_fp8 else {})
 
     def rotary(self) -> Rotary | None:
         """What queries and keys are turned by; None where positions are learned."""
@@ -280,12 +291,13 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
     fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
-    fewer |= told_to_engines(spec.traits, spec.num_dense_layers) | (
-        {"quantization_config": None} if spec.block_fp8 else {}
-    )
-    if head == spec.head:
-        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
+    fewer |= told_to_engines(spec.traits, spec.num_dense_layers)
+    fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
+    if head == spec.head:
+        if spec.wrapped:
+            fewer |= {"architectures": [spec.language_model], "tie_word_embeddings": spec.tied}
+        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     architecture = spec.traits.score_architecture or prefix + SCORES
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [architecture], **labels, **fewer}

@@ -93,10 +93,12 @@ class MegatronDirectory:
         part = self._parts[name]
         check_readable(self.path / METADATA, part.key, self.tensors[name], shape)
         offset, size = box_of(shape, rows, columns)
-        out = torch.empty(size, dtype=self.tensors[name].dtype)
+        whole = torch.empty(size, dtype=self.tensors[name].dtype)
+        # a convolution's (channels, 1, width) is stored as a matrix
+        out, columns_from = (whole, offset[1:]) if len(shape) < 3 else (whole.flatten(1), (0,))
         for row, count, target_row in _rows_of(part, offset[0], offset[0] + size[0]):
-            self._read_rows(part, row, offset[1:], out[target_row : target_row + count])
-        return out
+            self._read_rows(part, row, columns_from, out[target_row : target_row + count])
+        return whole
 
     def _read_rows(self, part: _Part, row: int, columns: Shape, out: Tensor) -> None:
         """Fill `out` with rows from `row` of the whole parameter, counted through all experts."""

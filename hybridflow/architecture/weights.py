@@ -99,6 +99,10 @@ def _down_of(mlp: Mlp) -> Shapes:
     return lambda spec: ((spec.hidden_size, spec.mlp_size(mlp)),)
 
 
+def _gate_of_shared_expert(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((1, spec.hidden_size),)
+
+
 def _delta(spec: ModelSpec) -> DeltaSizes:
     assert spec.delta is not None, f"{spec.family} has no gated delta nets"
     return spec.delta
@@ -265,6 +269,17 @@ SHARED_EXPERT = (
         _down_of("experts"),
     ),
 )
+GATED_SHARED_EXPERT = (
+    *(
+        replace(
+            weight,
+            hf=tuple(name.replace("shared_experts", "shared_expert") for name in weight.hf),
+            engine=weight.engine.replace("shared_experts", "shared_expert"),
+        )
+        for weight in SHARED_EXPERT
+    ),
+    _layer("mlp.shared_experts.gate.weight", "mlp.shared_expert_gate.weight", REPLICATED, _gate_of_shared_expert),
+)
 ROUTER_BIAS = replace(
     _layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED, _router_bias), float32=True
 )
@@ -365,6 +380,17 @@ TABLES = {
     "qwen3_5": Table(
         layers={DENSE: (*LLAMA_LAYER, *QK_NORM), DELTA_DENSE: (*DELTA_NET, MLP_NORM, GATE_AND_UP, DOWN)}, **ENDS
     ),
+    "qwen3_5_moe": Table(
+        layers={
+            EXPERTS: (*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+            LayerKind("delta_net", "experts"): (
+                *DELTA_NET,
+                ROUTER_NORM,
+                *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            ),
+        },
+        **ENDS,
+    ),
     "glm4_moe": Table(
         layers={
             EXPERTS: (*ATTENTION, QKV_BIAS, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
@@ -412,7 +438,8 @@ def table_of(spec: ModelSpec) -> Table:
     if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
         table = replace(table, layers={kind: (*layer, *QK_NORM) for kind, layer in table.layers.items()})
     if spec.shared_ffn_hidden_size:
-        shared = {kind: SHARED_EXPERT if kind.mlp == "experts" else () for kind in table.layers}
+        expert = GATED_SHARED_EXPERT if spec.traits.shared_size_key else SHARED_EXPERT
+        shared = {kind: expert if kind.mlp == "experts" else () for kind in table.layers}
         table = replace(table, layers={kind: (*layer, *shared[kind]) for kind, layer in table.layers.items()})
     if spec.projected_size:
         tokens, *others = table.embeddings

@@ -78,7 +78,7 @@ def export_huggingface(
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _write_weights(tensors, _plan(spec.base, dtype, head), partial, max_file_bytes, report)
-                write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
+                write_config(spec.path, partial, config_changes(spec, head), section=spec.config_section, dtype=dtype)
                 copy_companions(spec.path, partial)
                 add_end_tokens(partial, end_token_ids)
                 replace_directory(partial, target)

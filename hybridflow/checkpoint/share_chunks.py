@@ -93,4 +93,4 @@ def _of_one_expert(rows: tuple[Interval, ...], matrix: Matrix, expert: int) -> I
 
 
 def _is_matrix(weight: Weight, spec: ModelSpec) -> bool:
-    return len(weight.shapes(spec)[0]) == 2
+    return len(weight.shapes(spec)[0]) > 1

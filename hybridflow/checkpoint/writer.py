@@ -180,7 +180,8 @@ class CheckpointWriter:
         (partial / "config.yaml").write_text(self._config_yaml)
         for role in self._roles:
             directory, spec = partial / role.name, role.spec
-            write_config(spec.path, directory, config_changes(spec, role.head), dtype=DTYPES[role.dtype])
+            changes = config_changes(spec, role.head)
+            write_config(spec.path, directory, changes, section=spec.config_section, dtype=DTYPES[role.dtype])
             copy_companions(spec.path, directory)
             if spec.lora is not None:
                 write_adapter_config(directory, spec, role.head)

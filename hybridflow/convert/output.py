@@ -48,11 +48,12 @@ def write_companions(
     directory: Path,
     config_changes: Mapping[str, Any],
     *,
+    section: str | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool,
 ) -> list[str]:
     """config.json, tokenizer, generation config and chat template; what the user should know of it."""
-    write_config(source, directory, config_changes, dtype=dtype, trust_remote_code=trust_remote_code)
+    write_config(source, directory, config_changes, section=section, dtype=dtype, trust_remote_code=trust_remote_code)
     copy_companions(source, directory, trust_remote_code=trust_remote_code)
     code = [] if trust_remote_code else sorted(file.name for file in source.glob("*.py"))
     return [f"not copied: {', '.join(code)}: --trust-remote-code copies code"] if code else []

@@ -27,6 +27,9 @@ MAX_LISTED = 20
 DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached", "*.masked_bias")
 
 
+VISION = "model.visual."  # in front of the tensors of what reads images
+
+
 @dataclass(frozen=True)
 class Survey:
     """What a checkpoint holds, by HuggingFace names, against what config.json asks for."""
@@ -120,8 +123,11 @@ def _why_not_needed(files: CheckpointFiles, spec: ModelSpec, weights: dict[str, 
     if any(fnmatchcase(name, pattern) for pattern in DERIVED):
         return "follows from config.json"
     behind = range(spec.num_layers, spec.num_layers + spec.num_prediction_layers)
-    if any(name.startswith(f"model.layers.{layer}.") for layer in behind):
+    at = [spec.traits.prediction_layers_at] if spec.traits.prediction_layers_at else []
+    if name.startswith((*at, *(f"model.layers.{layer}." for layer in behind))):
         return f"of a layer that guesses further tokens ({spec.traits.prediction_layers_key}), which is not trained"
+    if spec.wrapped and name.startswith(VISION):
+        return "of what reads images, which is left out"
     if name != LM_HEAD.hf[0] or not spec.tied:
         raise CheckpointError(f"{files.file_of(name)}: {name} is no weight of the model that config.json describes")
     original = embedding(spec).hf[0]

@@ -95,7 +95,12 @@ def to_huggingface(
             changes = config_changes(model.spec, model.head)
             first, *others = model.directories
             notes += write_companions(
-                first, directory, changes, dtype=main_dtype(infos), trust_remote_code=trust_remote_code
+                first,
+                directory,
+                changes,
+                section=model.spec.config_section,
+                dtype=main_dtype(infos),
+                trust_remote_code=trust_remote_code,
             )
             for other in others:
                 copy_companions(other, directory)

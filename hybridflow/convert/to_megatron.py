@@ -69,7 +69,10 @@ def to_megatron(
     ):
         write_distributed(directory, own, group=processes.group, written=progress.advance)
         if processes.first:
-            notes += write_companions(source, directory, plan.config_changes, trust_remote_code=trust_remote_code)
+            section = survey.spec.config_section
+            notes += write_companions(
+                source, directory, plan.config_changes, section=section, trust_remote_code=trust_remote_code
+            )
     for note in notes:
         say(console, note)
     say(console, f"{target}: {plan.num_tensors} tensors, {progress.totals()}")

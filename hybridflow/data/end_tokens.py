@@ -82,7 +82,8 @@ def _named(file: Path) -> tuple[int, ...]:
         tree = parse_json(file.read_bytes(), f"{file}: is not JSON: ")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    named = tree.get("eos_token_id")
+    text = tree.get("text_config")  # of a language model with what reads images beside it
+    named = tree.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token_id) is int for token_id in ids):
         raise CheckpointError(f"{file}: eos_token_id = {named!r} is neither a token id nor a list of token ids")

@@ -143,18 +143,21 @@ def write_config(
     target: Path,
     changes: Mapping[str, Any],
     *,
+    section: str | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """TARGET/config.json: that of the directory `source` with `changes` and, where it is given, the weights' dtype.
 
-    A change to None takes the field out.
+    section: the part of the file that describes the model; None: all of it. A change to None takes the field out.
 
     auto_map, which names the code that `copy_companions` copies only where it is trusted, goes with that code.
     """
     file = source / "config.json"
     with opened(file) as fd:
         config = parse_json(read_bytes(fd, file, 0, min(file_size(fd), MAX_JSON_BYTES)), f"{file}: is not JSON: ")
+    if section is not None:
+        config = dict(config[section])
     if not trust_remote_code:
         config.pop("auto_map", None)
     if dtype is not None:

@@ -103,6 +103,15 @@ class SafetensorsDirectory:
             start += prod(size) * info.dtype.itemsize
         self.tensors = {name: entry.info for name, entry in self._entries.items()}
 
+    def rename(self, beginning: str, other: str) -> None:
+        """Have the tensors whose names begin so by names that begin otherwise. Errors: CheckpointError."""
+        for name in [name for name in self._entries if name.startswith(beginning)]:
+            renamed = other + name.removeprefix(beginning)
+            if renamed in self._entries:
+                raise CheckpointError(f"{self._entries[name].file}: has {name}, and {renamed} besides")
+            self._entries[renamed] = self._entries.pop(name)
+        self.tensors = {name: entry.info for name, entry in self._entries.items()}
+
     def file_of(self, name: str) -> Path:
         return self._entries[name].file
 

@@ -59,11 +59,11 @@ def _options(config: TransformerConfig, groups: ProcessGroupCollection, *, skip_
 
 
 class Convolution(nn.Module):
-    """The weight of this rank's channels, (channels, 1, width), as torch has it."""
+    """The weight of this rank's channels, (channels, width)."""
 
     def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(channels, width, dtype=dtype))
 
 
 class DeltaNet(MegatronModule):
@@ -114,7 +114,7 @@ class DeltaNet(MegatronModule):
 
         def core(qkvz: Tensor, ba: Tensor) -> Tensor:
             qkv, gate = qkvz.split([2 * self._keys + self._values, self._values], dim=-1)
-            heads = causal_convolution(qkv, self.conv1d.weight.squeeze(1), mix)
+            heads = causal_convolution(qkv, self.conv1d.weight, mix)
             q, k, v = heads.split([self._keys, self._keys, self._values], dim=-1)
             rate, decay = ba.float().chunk(2, dim=-1)
             decay = -self.A_log.exp() * softplus(decay + self.dt_bias.float())

@@ -125,12 +125,12 @@ def _within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
     )
     end = g[..., -1:]
     return _Chunks(
-        values,
-        keys,
-        q * g.exp()[..., None],
-        (q @ k.mT) * decay,
-        k * (end - g).exp()[..., None],
-        end.exp()[..., None],
+        values=values,
+        keys=keys,
+        queries=q * g.exp()[..., None],
+        pairs=(q @ k.mT) * decay,
+        late_keys=k * (end - g).exp()[..., None],
+        decays=end.exp()[..., None],
     )
 
 

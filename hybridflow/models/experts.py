@@ -102,20 +102,28 @@ class NarrowSigmoidRouter(SigmoidRouter):
 
 
 class SharedExpert(nn.Module):
-    """This rank's share of the expert that every token goes through, cut like a dense MLP."""
+    """This rank's share of the expert that every token goes through, cut like a dense MLP.
 
-    def __init__(self, config: TransformerConfig, size: int, swiglu: Function) -> None:
+    gated: the outputs are multiplied by sigmoid(w x), w the same on all ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, size: int, swiglu: Function, *, gated: bool = False) -> None:
         super().__init__()
         self._swiglu = swiglu
         shape = (2 * size // config.tensor_model_parallel_size, config.hidden_size)  # [gate; up]
         options = {"bias": False, "dtype": config.params_dtype}
         self.linear_fc1 = skip_init(nn.Linear, shape[1], shape[0], **options)  # every weight is loaded
         self.linear_fc2 = skip_init(nn.Linear, shape[0] // 2, shape[1], **options)
+        self.gate = skip_init(nn.Linear, shape[1], 1, **options) if gated else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(t, hidden) -> (t, hidden): this rank's summand of the outputs."""
+    def forward(self, tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """(t, hidden) -> (t, hidden): this rank's summand of the outputs. group: of the ranks that have the others."""
         output: Tensor = self.linear_fc2(self._swiglu.apply(self.linear_fc1(tokens)))
-        return output
+        if self.gate is None:
+            return output
+        # each rank's summand gives a part of the gradient, whose sum is the gate's
+        weight = copy_to_tensor_model_parallel_region(self.gate.weight, group=group)
+        return output * linear(tokens, weight).sigmoid()
 
 
 class ExpertLinear(nn.Module):
@@ -196,16 +204,17 @@ class MixtureOfExperts(MegatronModule):
         place: Place,
         router: type[Router] = Router,
         shared_size: int = 0,
+        gated: bool = False,
         **kwargs: object,
     ) -> None:
-        """shared_size: of the expert that every token goes through; 0: there is none.
+        """shared_size: of the expert that every token goes through; 0: there is none. gated: whether it has a gate.
 
         kwargs: what a layer of 0.19.2 tells any MLP; `group` counts, megatron's groups do not.
         """
         super().__init__(config=config)
         self.router, self.experts = router(config), Experts(config, swiglu, place)
         if shared_size:
-            self.shared_experts = SharedExpert(config, shared_size, swiglu)
+            self.shared_experts = SharedExpert(config, shared_size, swiglu, gated=gated)
         self.group: dist.ProcessGroup | None = None
         self.ep_group: dist.ProcessGroup | None = None
         self._place = place
@@ -224,7 +233,7 @@ class MixtureOfExperts(MegatronModule):
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
         output = self.experts(tokens, shares, experts)
         if self._has_shared:
-            output = output + self.shared_experts(tokens)
+            output = output + self.shared_experts(tokens, self.group)
         return self._summed(output.unflatten(0, hidden.shape[:2])), None
 
     @property
@@ -263,4 +272,4 @@ class MixtureOfExperts(MegatronModule):
             hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
-        return self._summed(self.shared_experts(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
+        return self._summed(self.shared_experts(hidden.flatten(0, 1), self.group).unflatten(0, hidden.shape[:2]))

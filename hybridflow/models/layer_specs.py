@@ -162,7 +162,7 @@ def _layer_spec(
     if kind.mlp == "experts":
         sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
         router = sigmoid if traits.sigmoid_router else Router
-        kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size}
+        kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
     if kind.mixer == "delta_net":
         assert spec.delta is not None, "a layer that is a gated delta net has sizes"

@@ -24,6 +24,12 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
+def tensors_of(caches: Iterable[Tensor | Sequence[Tensor]]) -> Iterator[Tensor]:
+    """Of the engine's layers: attention has one tensor, a gated delta net has two."""
+    for cache in caches:
+        yield from (cache,) if isinstance(cache, Tensor) else cache
+
+
 class Released:
     """Storages whose content is not needed: emptied, and zeros when they are back."""
 

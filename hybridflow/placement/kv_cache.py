@@ -1,13 +1,12 @@
 """Bytes of the engine's KV cache: what the config gives, or a batch needs; and how many sequences it holds. Pure."""
 
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import NamedTuple
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks
 from hybridflow.placement.footprint import ITEM_BYTES
 
 GIB = 1 << 30
@@ -22,14 +21,13 @@ LATENT_BLOCK_TOKENS = {"cpu": 16, "cuda": 64}  # of latent attention: the only o
 class KVCacheSize:
     """Bytes of the KV cache on a rank of the engine stage with most layers: the whole, and what one sequence takes.
 
-    block_bytes: of one block there, own_blocks: that vLLM keeps to itself.
+    own_blocks: that vLLM keeps to itself.
     """
 
     whole: int
     least: int
-    block_tokens: int  # that it is handed out in
+    blocks: CacheBlocks  # that it is handed out in
     is_given: bool  # in the config; else the batch says it
-    block_bytes: int = 1
     own_blocks: int = 1
 
     def of_stage(self, stages: Stages, stage: int) -> int:
@@ -51,8 +49,7 @@ class KVCacheSize:
 
     def sequences(self, tokens: int) -> int:
         """Of so many tokens, that it holds at a time."""
-        blocks = self.whole // self.block_bytes - self.own_blocks
-        return max(0, blocks // ceil(tokens / self.block_tokens))
+        return max(0, (self.whole // self.blocks.size - self.own_blocks) // self.blocks.of_sequence(tokens))
 
 
 def size_kv_cache(
@@ -64,56 +61,50 @@ def size_kv_cache(
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
-    block_tokens = tokens_of_block(spec, cuda=cuda)
+    least_tokens = tokens_of_block(spec, cuda=cuda)
+    blocks = cache_blocks(spec, stages, tp=rollout.tp, itemsize=itemsize, least_tokens=least_tokens)
     own_blocks = 2 if spec.sliding_window else 1
-    blocks_of_one = ceil(length / block_tokens)
+    blocks_of_one = blocks.of_sequence(length)
     num_blocks = blocks_of_one + own_blocks
-    num_layers = max(map(len, stages))
-    kept = kept_of_token(spec, rollout.tp)
-    block_bytes = block_tokens * num_layers * kept.numbers * itemsize
-    needed = num_blocks * block_bytes
+    needed = num_blocks * blocks.size
     rows = config.rows_of_replica(len(rollout.replicas))
     sequences = min(rows, config.rollout.sequences_of_step(rows, cuda=cuda))
     if config.rollout.kv_cache_gib is None:
-        expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
+        expected = blocks.of_sequence(config.data.max_prompt_length + config.sampling.mean_response_length)
         whole = max(sequences * expected, blocks_of_one) + own_blocks
-        return KVCacheSize(whole * block_bytes, needed, block_tokens, False, block_bytes, own_blocks=own_blocks)
+        return KVCacheSize(whole * blocks.size, needed, blocks, False, own_blocks)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
         some = min(sequences, SOME_SEQUENCES)
-        enough = gib_of((some * blocks_of_one + own_blocks) * block_bytes)
+        enough = gib_of((some * blocks_of_one + own_blocks) * blocks.size)
         raise ConfigError(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
-            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x {kept.sides}"
-            f"{num_layers} layers x {kept.each} x {itemsize} bytes = {needed:,} bytes. "
+            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of "
+            f"{_words(spec, blocks, stages, rollout, itemsize)} = {needed:,} bytes. "
             f"rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
             "without the key the batch and the free memory decide"
         )
-    return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks=own_blocks)
+    return KVCacheSize(given, needed, blocks, True, own_blocks)
+
+
+def _words(spec: ModelSpec, blocks: CacheBlocks, stages: Stages, rollout: RolloutLayout, itemsize: int) -> str:
+    if spec.delta is not None:
+        of_states = f"a sequence has {blocks.states} for states, and one for every {blocks.tokens} tokens"
+        return f"{blocks.size:,} bytes ({of_states})"
+    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
+    if spec.latent is not None:
+        vector = f"(kv_lora_rank {spec.latent.key_rank} + qk_rope_head_dim {spec.latent.rotary_dim})"
+        return f"{blocks.tokens} tokens x {num_layers} layers x {vector} x {itemsize} bytes"
+    return (
+        f"{blocks.tokens} tokens x 2 (keys and values) x {num_layers} layers x {num_heads} key/value heads x head_dim "
+        f"{spec.head_dim} x {itemsize} bytes"
+    )
 
 
 def tokens_of_block(spec: ModelSpec, *, cuda: bool) -> int:
     known = BLOCK_TOKENS if spec.latent is None else LATENT_BLOCK_TOKENS
     return known["cuda" if cuda else "cpu"]
-
-
-class KeptOfToken(NamedTuple):
-    """Numbers of a token and layer in the cache of a tensor-parallel rank, and how they come about."""
-
-    numbers: int
-    sides: str
-    each: str
-
-
-def kept_of_token(spec: ModelSpec, tp: int) -> KeptOfToken:
-    """Of latent attention one vector for all heads, whole on every rank."""
-    if spec.latent is not None:
-        sizes = spec.latent
-        return KeptOfToken(sizes.cached, "", f"(kv_lora_rank {sizes.key_rank} + qk_rope_head_dim {sizes.rotary_dim})")
-    heads = max(1, spec.num_kv_heads // tp)
-    each = f"{heads} key/value heads x head_dim {spec.head_dim}"
-    return KeptOfToken(2 * heads * spec.head_dim, "2 (keys and values) x ", each)
 
 
 def gib_of(num_bytes: int) -> str:

@@ -221,7 +221,13 @@ def left_out(config: RunConfig) -> list[str]:
     """
     specs = {name: read_spec(role.model) for name, role in config.roles().items()}
     narrow = [f"{name}.model: {READ_AS_BFLOAT16}" for name, spec in specs.items() if spec.block_fp8]
-    return narrow + [
+    images = [
+        f"{name}.model: what reads images is left out: the language model alone is trained, and exported as a model "
+        "of its own"
+        for name, spec in specs.items()
+        if spec.wrapped
+    ]
+    return [*narrow, *images] + [
         f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
         f"are left out: they guess further tokens, and are neither trained nor exported"
         for name, spec in specs.items()

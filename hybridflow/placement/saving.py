@@ -37,6 +37,8 @@ PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.
 # have their norms within the linear modules, which moves the border of a share by as much.
 REGISTERED = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.A_log", "self_attention.dt_bias", "self_attention.in_proj_qkvz", "self_attention.in_proj_ba"),
+    *("self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj"),
     *("self_attention.linear_kv_a", "self_attention.q_a_layernorm", "self_attention.linear_q"),
     *("self_attention.kv_a_layernorm", "self_attention.linear_kv_b"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp"),
@@ -93,7 +95,8 @@ class _Stage:
             copy = self.model.layout.copy_index(weight.group, at)
             own = self._sizes[weight] if i in self._dealt[weight.group][copy] else 0
             state = self._shares[weight][copy] if self._zero1 else own
-            total += self._itemsize * own + self._state_bytes * state
+            dtype = "float32" if weight.float32 else self.model.config.dtype
+            total += ITEM_BYTES[dtype] * own + self._state_bytes(dtype) * state
         return total
 
     @property
@@ -109,12 +112,9 @@ class _Stage:
     def _zero1(self) -> bool:
         return self._optimizer is not None and self._optimizer.zero1 and self._optimizer.name == "adam"
 
-    @property
-    def _state_bytes(self) -> int:
-        """Of the optimizer, an element."""
-        if self._optimizer is None:
-            return 0
-        return optimizer_bytes(1, self._optimizer, dtype=self.model.config.dtype, dp=1)
+    def _state_bytes(self, dtype: str) -> int:
+        """Of the optimizer, an element of a weight of this dtype."""
+        return 0 if self._optimizer is None else optimizer_bytes(1, self._optimizer, dtype=dtype, dp=1)
 
     @property
     def _is_last(self) -> bool:
@@ -165,13 +165,15 @@ class _Stage:
         return found
 
     def _buffers(self, chunk: list[Weight]) -> Iterator[tuple[list[Weight], int]]:
-        """(weights, holders of copies) of megatron's buffers: experts that replicas share have their own."""
-        layout = self.model.layout
-        if layout.replicas_per_expert_copy == 1:
-            yield chunk, layout.dp
-            return
-        for group in GROUPS:
-            yield [weight for weight in chunk if weight.group == group], layout.copies(group)
+        """(weights, holders of copies) of megatron's buffers: of one dtype; of experts that replicas share, or not."""
+        layout, narrow = self.model.layout, self.model.config.dtype != "float32"
+        for float32 in (False, True):
+            alike = [weight for weight in chunk if (narrow and weight.float32) == float32]
+            if layout.replicas_per_expert_copy == 1:
+                yield alike, layout.dp
+                continue
+            for group in GROUPS:
+                yield [weight for weight in alike if weight.group == group], layout.copies(group)
 
     def _registered(self) -> Iterator[list[Weight]]:
         """The weights of each model chunk, in megatron's order."""

@@ -44,6 +44,7 @@ from hybridflow.rollout.generation import (
     replica_responses,
     whole_rollout,
 )
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.routing_records import Recorded
@@ -158,14 +159,14 @@ class Generator:
             actor.spec.path,
             self.reshard.engine_tensor,
             dtype=config.actor.dtype,
-            changes=actor.spec.engine_config,
+            language_model=LanguageModel.of(actor.spec),
             layout=self.layout,
             stages=self._placed.stages,
             max_length=config.max_sequence_length,
             sampling=config.sampling,
             config=rollout,
             kv_cache_bytes=self.kv_cache.of_stage(self._placed.stages, self.layout.coordinates(self._platform.rank).pp),
-            block_tokens=self.kv_cache.block_tokens,
+            block_tokens=self.kv_cache.blocks.tokens,
             platform=self._platform,
             routing=self.routing,
             adapters=engine_adapters(actor.spec),

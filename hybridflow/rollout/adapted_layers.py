@@ -4,7 +4,7 @@ vLLM's own adapters would be copies in 16 bits, written anew at each sync, and t
 y + scale B (A x) of what it reads and gives itself: in compiled code and CUDA graphs as in any other.
 """
 
-from collections.abc import Collection
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,15 +64,15 @@ def _is_elsewhere(layer: nn.Module) -> bool:
     return not list(layer.named_parameters(recurse=False))
 
 
-def _adapt(name: str, layer: Any, adapters: EngineAdapters, num_parts: int) -> None:
+def _adapt(name: str, layer: Any, adapters: EngineAdapters, parts: tuple[int, ...]) -> None:
     if not isinstance(layer, LinearBase) or type(layer.quant_method) is not UnquantizedLinearMethod:
         found = type(getattr(layer, "quant_method", layer)).__name__
         raise EnvironmentProblem(f"{name}: vLLM computes this layer by {found}, which takes no adapter")
     weight: Any = layer.weight
     rows, inputs = weight.shape
-    outputs = (rows,) if num_parts == 1 else _outputs(layer)
-    assert len(outputs) == num_parts and sum(outputs) == rows, f"{name}: {outputs} of {num_parts} parts, {rows} rows"
-    for end, shape in ((A, (num_parts * adapters.rank, inputs)), (B, (rows, adapters.rank))):
+    outputs = (rows,) if len(parts) == 1 else _outputs(layer, parts)
+    assert sum(outputs) == rows, f"{name}: {outputs} of {parts} parts, {rows} rows"
+    for end, shape in ((A, (len(parts) * adapters.rank, inputs)), (B, (rows, adapters.rank))):
         empty = torch.empty(shape, dtype=weight.dtype, device="meta")
         layer.register_parameter(end[1:], nn.Parameter(empty, requires_grad=False))
     sums = isinstance(layer, RowParallelLinear) and bool(layer.reduce_results) and layer.tp_size > 1
@@ -81,6 +81,9 @@ def _adapt(name: str, layer: Any, adapters: EngineAdapters, num_parts: int) -> N
     layer.quant_method = AdaptedLinearMethod(adapters.rank, adapters.scale, outputs, sums=sums)
 
 
-def _outputs(layer: Any) -> tuple[int, ...]:
-    sizes: Collection[int] = layer.output_partition_sizes
-    return tuple(sizes)
+def _outputs(layer: Any, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """This rank's rows of each part, of which vLLM may have several sizes."""
+    sizes: list[int] = list(layer.output_partition_sizes)
+    assert len(sizes) == sum(parts), f"{len(sizes)} sizes of {parts} parts"
+    ends = list(accumulate(parts))
+    return tuple(sum(sizes[end - count : end]) for end, count in zip(ends, parts, strict=True))

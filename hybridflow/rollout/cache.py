@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridflow.models.memory import tensors_of
+
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import LLM
 
@@ -69,6 +71,7 @@ class CudaKVCache:
         """The content is zero, as on a CPU and for the same reason; vLLM 0.32.0 sees to it on ROCm alone."""
         if self._released:
             self._llm.wake_up()  # all tags: the rotary tables lie under "weights"
-            for cache in self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+            caches = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+            for cache in tensors_of(caches):
                 cache.zero_()
             self._released = False

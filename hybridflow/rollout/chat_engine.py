@@ -62,4 +62,5 @@ class ChatEngine:
 
 def _is_float32(model: Path) -> bool:
     tree = json.loads((model / "config.json").read_bytes())
-    return bool(tree.get("dtype", tree.get("torch_dtype")) == "float32")
+    text = tree.get("text_config", tree)  # of a language model with what reads images beside it
+    return bool(text.get("dtype", text.get("torch_dtype")) == "float32")

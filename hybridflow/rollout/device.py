@@ -23,11 +23,11 @@ class EngineDevice(Protocol):
     def prepare(self) -> None:
         """Before an engine is built; may be called again."""
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
-        """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released.
+    def prepare_states(self, architecture: str) -> None:
+        """Before an engine of a model with gated delta nets is built. architecture: of the language model."""
 
-        latent: the layers have latent attention.
-        """
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+        """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released."""
 
     def kv_cache(self, llm: "LLM") -> KVCache: ...
 
@@ -71,7 +71,10 @@ class CudaEngine:
 
         current_stream()
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
+    def prepare_states(self, architecture: str) -> None:
+        """Nothing."""
+
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         """The backend of attention says how many tokens a block has."""
         return {
             "enable_chunked_prefill": True,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 
-from hybridflow.architecture.layer_kinds import EngineConfig
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
@@ -24,6 +23,7 @@ from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.adapters import EngineAdapters
 from hybridflow.rollout.cache import CacheUse
 from hybridflow.rollout.device import engine_device
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import prepare_vllm, without_bars
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
 from hybridflow.rollout.runner import choose_runner
@@ -67,6 +67,7 @@ class RolloutEngine:
     pipeline stage hands the logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
 
+    language_model: what vLLM has to be told of the model.
     routing: the engine records the experts of each token; only the first tensor-parallel rank of a stage tells them.
     block_tokens: of the KV cache, where it is the trainer that says it.
     adapters: of the actor; the source has their matrices too.
@@ -78,7 +79,7 @@ class RolloutEngine:
         source: Callable[[str], Tensor],
         *,
         dtype: Literal["float32", "bfloat16"],
-        changes: EngineConfig,
+        language_model: LanguageModel,
         layout: RolloutLayout,
         stages: Stages,
         max_length: int,
@@ -96,10 +97,12 @@ class RolloutEngine:
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
-        device, cuts = engine_device(), routing is not None and config.partial is not None
+        device = engine_device()
+        if language_model.has_states:
+            device.prepare_states(language_model.architecture)
+        cuts = routing is not None and config.partial is not None
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp, cuts_routes=cuts)
-        hooked = routing is not None and not second
-        eager = config.enforce_eager or hooked  # a graph would not call the hooks
+        hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
         with preserved_random_state(), without_bars():
@@ -109,7 +112,7 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
-                hf_overrides=changes.fields,  # vLLM knows config.json and safetensors alone
+                hf_overrides=language_model.overrides,
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
@@ -119,12 +122,12 @@ class RolloutEngine:
                 max_num_seqs=self._most_rows,
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
-                enable_prefix_caching=config.enable_prefix_caching,
-                **device.settings(eager=eager, sleeps=self._sleeps, block_tokens=block_tokens, latent=changes.latent),
+                **device.settings(eager=config.enforce_eager or hooked, sleeps=self._sleeps, block_tokens=block_tokens),
                 enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
+                **{"enable_prefix_caching": config.enable_prefix_caching} | language_model.arguments_on(device.kind),
                 **config.engine_arguments.given(),
             )
         self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started

@@ -8,6 +8,8 @@ values are: in the slots of the KV cache, of which there is one a token.
     records     (slots, layers of this stage, k), beside the cache
     a request   owns blocks; when it is finished the records of their slots are the experts of the request's tokens
 
+Where layers keep other things (a window, a state), the slots are those of the layers with all keys and values.
+
 So nobody has to know which row of a step is whose, in how many steps a prompt was read, or what was computed again. And
 a token that the prefix cache supplied has the experts of the request that computed it: it has that one's block.
 """
@@ -56,15 +58,20 @@ class SlotRecorder:
 
     def __init__(self, runner: Any, sizes: RoutingSizes) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         self._runner, self._sizes = runner, sizes
         mixtures = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         self._layers = [module.layer_id for module in mixtures]
         groups, num_blocks = runner.kv_cache_config.kv_cache_groups, runner.kv_cache_config.num_blocks
-        if not mixtures or len(groups) != 1:
+        whole = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)]
+        kept = [0] if len(groups) == 1 else whole  # others forget tokens, or have no place for each
+        if not mixtures or not kept:
             found = f"{len(mixtures)} mixtures of experts and {len(groups)} kinds of KV cache"
-            raise EnvironmentProblem(f"vLLM has {found}; recorded routes need mixtures and one kind of cache")
-        self._block_tokens = int(groups[0].kv_cache_spec.block_size)
+            raise EnvironmentProblem(f"vLLM has {found}; recorded routes need mixtures and a place for every token")
+        self._group = kept[0]
+        self._layer: str = groups[self._group].layer_names[0]
+        self._block_tokens = int(groups[self._group].kv_cache_spec.block_size)
         shape = num_blocks * self._block_tokens + 1, len(mixtures), sizes.chosen  # slot -1: the last row
         self._records = torch.zeros(*shape, dtype=sizes.dtype, device=runner.device)
         for column, module in enumerate(mixtures):
@@ -78,7 +85,7 @@ class SlotRecorder:
         if not mappings:  # a trial run without a cache
             return
         assert isinstance(mappings, dict), "one micro-batch a step"
-        slots = next(iter(mappings.values()))
+        slots = mappings[self._layer]
         if len(slots) != len(experts):
             raise EnvironmentProblem(f"vLLM routed {len(experts)} tokens for {len(slots)} slots; expected one a slot")
         self._records[slots, column] = experts.to(self._records.dtype)
@@ -88,7 +95,7 @@ class SlotRecorder:
 
         The runner forgets a finished request when the runner's next step begins.
         """
-        (blocks,) = self._runner.requests[name].block_ids
+        blocks = self._runner.requests[name].block_ids[self._group]
         places = torch.arange(num_tokens)
         slots = torch.tensor(blocks)[places // self._block_tokens] * self._block_tokens + places % self._block_tokens
         found = self._sizes.nothing(num_tokens)

@@ -4,8 +4,9 @@ import pytest
 import torch
 import transformers
 
+from hybridflow.architecture.layer_kinds import DENSE
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ARCHITECTURES, DENSE, ModelSpec, read_spec
+from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.architecture.weights import (
     TABLES,
     canonical_name,

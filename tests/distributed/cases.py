@@ -79,6 +79,8 @@ FAMILIES = {
     "glm4_moe_lite": ("glm4_moe_lite", False, 8),
     "deepseek_v3": ("deepseek_v3", False, 8),  # groups of experts, YaRN
     "moonlight": ("moonlight", False, 8),
+    "qwen3_5": ("qwen3_5", False, 2),
+    "qwen3_5_moe": ("qwen3_5_moe", False, 4),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -86,14 +88,8 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-GROUPED = (
-    "llama",
-    "qwen2",
-    "glm",
-    "opt",
-    "mixtral",
-    "deepseek_v3",
-)  # these run samples of a prompt: every kind of position, experts
+# these run samples of a prompt: every kind of position and of layer
+GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5", "deepseek_v3")
 SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
 STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"
@@ -119,6 +115,9 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "rope_linear": ("tp1pp1dp1vpp1-none",),
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
     "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
+    # states and convolutions that stages, recomputation, several chunks and tensor-parallel ranks cut; gates
+    "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
+    "qwen3_5_moe": (SPLIT, STAGED, MIXED),
     "glm4_moe_lite": (SPLIT, STAGED, MIXED, WHOLE_EXPERTS),
     "deepseek_v3": (SPLIT, STAGED, MIXED, "tp2pp1dp1vpp1-none", "tp2pp2dp1vpp2sp-selective", EXPERTS_OF_REPLICAS),
     "moonlight": (SPLIT, "tp2pp1dp1vpp1-none"),
@@ -164,7 +163,7 @@ EXPERT_CASES = (
     Case(pp=2, dp=2, vpp=2, ep=2),
     Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # these share experts in every way
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")  # these share experts in every way
 CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)

@@ -14,6 +14,7 @@ from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config.length_buckets import always
 from hybridflow.cpu.engine import decoder, decoding, sampling
 from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.gather import whole
 
@@ -95,7 +96,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                 directory,
                 _no_source,
                 dtype=placed.config.actor.dtype,
-                changes=trainer.roles.actor.spec.engine_config,
+                language_model=LanguageModel.of(trainer.roles.actor.spec),
                 layout=placed.rollout,
                 stages=placed.stages,
                 max_length=placed.config.max_sequence_length,
@@ -104,7 +105,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                 kv_cache_bytes=placed.kv_cache.of_stage(
                     placed.stages, placed.rollout.coordinates(trainer.platform.rank).pp
                 ),
-                block_tokens=placed.kv_cache.block_tokens,
+                block_tokens=placed.kv_cache.blocks.tokens,
                 platform=trainer.platform,
             )
     found = _responses(trainer)

@@ -24,6 +24,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import EngineShards, single_steps, vllms_own_layers, vllms_own_loader
 from tests.rollout.responses import responses_of
@@ -120,7 +121,7 @@ def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_lev
         checkpoints / case.model / case.directory,
         EngineShards(model.state_dict(), model.config.num_key_value_heads, at.tp, case.tp),
         dtype=case.dtype,
-        changes=read_spec(checkpoints / case.model / "policy").engine_config,
+        language_model=LanguageModel.of(read_spec(checkpoints / case.model / "policy")),
         layout=case.layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

@@ -13,11 +13,14 @@ from tests.distributed.cases import EXPERT_CASES, MIXED, SPLIT, STAGED
 RANK, ALPHA = 4, 12
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OF_ATTENTION = NAMES[:4]
+OF_DELTA_NETS = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")] + ["out_proj"]
 TARGETS = {
     "glm": [*OF_ATTENTION, "gate_up_proj", "down_proj"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "mixtral": OF_ATTENTION,
     "qwen3_moe": OF_ATTENTION,
+    "qwen3_5": [*NAMES, *OF_DELTA_NETS],
+    "qwen3_5_moe": [*NAMES, *OF_DELTA_NETS],
     # all but kv_b_proj, which the engine multiplies into queries and outputs
     "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", *NAMES[4:]],
     "moonlight": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
@@ -25,7 +28,7 @@ TARGETS = {
 # PEFT 0.21.2 takes gate_proj, up_proj and down_proj for the fused matrices of routed experts, never for a shared expert
 FOR_EXPERTS = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
 SOME = ["q_proj", "v_proj", "down_proj"]  # of weights that are of several linear layers
-WITHOUT_CRITIC = ("glm4_moe",)  # of which transformers has no model that scores
+WITHOUT_CRITIC = ("glm4_moe", "qwen3_5_moe")  # of which transformers has no model that scores
 FULL_RECOMPUTATION = "tp1pp1dp1vpp1-full"
 FEW_KV = "tp4pp1dp1vpp1-none"
 CASES_OF = {
@@ -36,6 +39,8 @@ CASES_OF = {
     "opt": (SPLIT, STAGED, MIXED),
     "mixtral": (SPLIT, STAGED),
     "qwen3_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
+    "qwen3_5": (SPLIT, STAGED, MIXED),
+    "qwen3_5_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
     "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED),
     "moonlight": (SPLIT,),
     "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),

@@ -27,6 +27,8 @@ FAMILIES = {
     "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
     "glm4_moe": ("glm4_moe", False, 4),
+    "qwen3_5": ("qwen3_5", True, 4),
+    "qwen3_5_moe": ("qwen3_5_moe", False, 2),
     "glm4_moe_lite": ("glm4_moe_lite", False, 8),
     "deepseek_v3": ("deepseek_v3", False, 8),
     "moonlight": ("moonlight", False, 8),

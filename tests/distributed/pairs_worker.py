@@ -38,6 +38,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.cases import ALGORITHM, HYPER
 from tests.distributed.gather import whole
@@ -161,7 +162,7 @@ class Run:
                 self.model,
                 reshard.engine_tensor,
                 dtype="float32",
-                changes=spec.engine_config,
+                language_model=LanguageModel.of(spec),
                 layout=layout,
                 stages=stages,
                 max_length=PROMPT_LENGTH + RESPONSE_LENGTH,

@@ -45,7 +45,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LOGIT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_converted_checkpoint_equal_huggingface(family: str, layout: str, results: dict) -> None:
-    assert results["logits"][family][layout] <= 1e-4
+    # a delta net's norm stands behind sums that nearly cancel, see `test_parity.TOLERANCES`
+    assert results["logits"][family][layout] <= (3e-4 if family.startswith("qwen3_5") else 1e-4)
 
 
 @pytest.mark.parametrize("family", NEW_FAMILIES)

@@ -34,6 +34,9 @@ from tests.tiny_models import SCORES, by_checkpoint_name, make_checkpoints
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # relative to the largest value
+# A delta net's norm stands behind sums that nearly cancel: transformers' two algorithms for it, by chunks and token by
+# token, are as far as this from each other in float32, and from the same in float64.
+TOLERANCES = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 SIGMOID_ROUTERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight")
 
 
@@ -145,6 +148,10 @@ def after_adam(model, episodes) -> dict[str, torch.Tensor]:
     return by_name({name: p.detach().clone() for name, p in model.named_parameters()}, model)
 
 
+def tolerance_of(family: str) -> float:
+    return TOLERANCES.get(family, TOLERANCE)
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     difference = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert found.shape == expected.shape and difference <= tolerance, f"{what}: {difference:.2e} of the largest value"
@@ -166,7 +173,8 @@ def test_every_layout_that_is_named_exists() -> None:
 def test_estimates(case, name, family, results, expected):
     found = load(results, case, family)
     for budget in budgets(case, family):
-        assert_close(found[f"{budget}/{name}"], expected[name], f"{name}, {budget} tokens a micro-batch")
+        what = f"{name}, {budget} tokens a micro-batch"
+        assert_close(found[f"{budget}/{name}"], expected[name], what, tolerance_of(family))
 
 
 @every_case
@@ -184,14 +192,14 @@ def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, res
         assert produced - frozen == {f"{budget}/{name}" for name in names}
         for name in names:
             difference = (found[f"{budget}/{name}"] - expected[name]).abs().max() / largest
-            assert difference <= TOLERANCE, f"{name}, {budget} tokens a micro-batch: {difference:.2e}"
+            assert difference <= tolerance_of(family), f"{name}, {budget} tokens a micro-batch: {difference:.2e}"
 
 
 @every_case
 def test_zero1_adam_steps(case, family, results, expected):
     found = load(results, case, family)
     for name in [name for name in expected if name.startswith("actor_adam/")]:
-        assert_close(found[name], expected[name], name)
+        assert_close(found[name], expected[name], name, tolerance_of(family))
 
 
 @every_case
@@ -213,8 +221,9 @@ def test_first_step_has_ratio_one(case, family, results, expected):
     for budget in budgets(case, family):
         assert found[f"{budget}/stat/actor/clip_fraction"] == 0
         assert abs(found[f"{budget}/stat/actor/approx_kl"]) < 1e-12
-        assert_close(found[f"{budget}/stat/actor/loss"], expected["actor_loss"], "loss")
-        assert_close(found[f"{budget}/stat/actor/grad_norm"], expected["actor_grad_norm"], "gradient norm")
+        assert_close(found[f"{budget}/stat/actor/loss"], expected["actor_loss"], "loss", tolerance_of(family))
+        norm = found[f"{budget}/stat/actor/grad_norm"]
+        assert_close(norm, expected["actor_grad_norm"], "gradient norm", tolerance_of(family))
     assert expected["actor_grad_norm"] > SGD.clip_grad, "a norm after clipping would be another"
 
 
@@ -256,4 +265,4 @@ def test_grpo_with_gaps_in_the_responses(case, family, results, checkpoints):
     for name, value in expected.items():
         scale = largest if name.startswith("actor_grad/") else value.abs().max()
         difference = (found[f"grpo/{name}"] - value).abs().max() / scale
-        assert difference <= TOLERANCE, f"{name}: {difference:.2e} of the largest value"
+        assert difference <= tolerance_of(family), f"{name}: {difference:.2e} of the largest value"

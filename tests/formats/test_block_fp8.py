@@ -69,7 +69,7 @@ def test_a_model_is_converted_and_comes_back_as_bfloat16(model: Path, tmp_path: 
 def test_what_the_engine_and_an_export_are_told(model: Path) -> None:
     quantise(model)
     spec = read_spec(model)
-    assert spec.block_fp8 and spec.engine_config.fields["quantization_config"] is None
+    assert spec.block_fp8 and spec.engine_fields["quantization_config"] is None
     assert config_changes(spec, "lm")["quantization_config"] is None
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hybridflow.architecture.spec import EXPERTS
+from hybridflow.architecture.layer_kinds import EXPERTS
 from hybridflow.models.experts import Experts, MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.parallel.layout import Cut, Place

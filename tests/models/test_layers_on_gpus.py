@@ -27,6 +27,8 @@ OF_ATTENTION = {
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v3"), ("kv_b", "proj", "q_b")),
     "moonlight": ("kv_b", "proj", "q"),
 }
+OF_DELTA_NETS = ["Convolution", "DeltaNet", "HeadNorm", "ZeroCenteredHeadNorm", "ZeroCenteredRMSNorm"]
+OF_QWEN = ["ExpertLinear", "Linear", "Router"]
 # those with Transformer Engine, and without; an OPT-350m has its norms after the sums, where no linear layer holds them
 HOLDERS: dict[str, tuple[list[str], list[str]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "glm"), (FUSED, LOCAL)),
@@ -34,6 +36,14 @@ HOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "opt": (FUSED, ["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"]),
     "opt_350m": (["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"],) * 2,
     **dict.fromkeys(("mixtral", "qwen3_moe"), (sorted(WITH_EXPERTS + FUSED), sorted({*WITH_EXPERTS, *LOCAL}))),
+    "qwen3_5": (
+        sorted([*OF_DELTA_NETS, *FUSED, "TEColumnParallelLinear"]),
+        sorted([*OF_DELTA_NETS, "ColumnParallelLinear", "RowParallelLinear"]),
+    ),
+    "qwen3_5_moe": (
+        sorted([*OF_DELTA_NETS, *OF_QWEN, *FUSED, "RMSNorm", "TEColumnParallelLinear"]),
+        sorted([*OF_DELTA_NETS, *OF_QWEN, "ColumnParallelLinear", "RowParallelLinear"]),
+    ),
     "glm4_moe": (sorted(OF_GLM + FUSED), sorted({*OF_GLM, *LOCAL})),
     "glm4_moe_lite": (sorted(OF_GLM + LATENT), sorted({*OF_GLM, *LOCAL, "ReplicatedLinear"})),
     **dict.fromkeys(
@@ -68,13 +78,15 @@ def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, he
     held = family if head == "policy" else SCORES.get(family, family)
     assert of_model["holds parameters"] == HOLDERS[held][not engine]
     assert of_model["not in the model"] == of_model["without gradient"] == []
-    assert of_model["difference"] < 1e-5
+    assert of_model["difference"] < (1e-4 if held.startswith("qwen3_5") else 1e-5)  # see `test_parity.TOLERANCES`
     # Transformer Engine's layers add their weights' gradients to the buffers themselves: without apex nobody else does
     attention, mlp = OF_ATTENTION.get(held, ("proj", "qkv")), ["fc1", "fc2"]
     has_engine = engine and "TERowParallelLinear" in HOLDERS[held][0]
     whole = [f"self_attention.linear_{name}.weight" for name in attention]
-    dense = [] if held in ("mixtral", "qwen3_moe") else [f"mlp.linear_{name}.weight" for name in mlp]
-    assert of_model["fused"]["weights"] == (sorted([*whole, *dense]) if has_engine else [])
+    dense = [] if held in ("mixtral", "qwen3_moe", "qwen3_5_moe") else [f"mlp.linear_{name}.weight" for name in mlp]
+    nets = [f"self_attention.{name}.weight" for name in ("in_proj_ba", "in_proj_qkvz", "out_proj")]
+    linear = whole + dense + (nets if held.startswith("qwen3_5") else [])
+    assert of_model["fused"]["weights"] == (sorted(linear) if has_engine else [])
     assert of_model["fused"]["without"] == [] and of_model["fused"]["difference"] < 1e-6
 
 
@@ -84,7 +96,8 @@ def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, he
 def test_adapters_read_what_norms_give_in_either_kind_of_layers(found: dict, family: str, head: str) -> None:
     """Transformer Engine's layers with a norm in them would give adapters the norm's input."""
     of_model, held = found[f"{family} {head} adapters"], family if head == "policy" else SCORES.get(family, family)
-    assert of_model["new True"] < NEW.get(held, 1e-5) and of_model["new False"] < NEW.get(held, 1e-5)
+    close = 1e-4 if held.startswith("qwen3_5") else NEW.get(held, 1e-5)  # see `test_parity.TOLERANCES`
+    assert of_model["new True"] < close and of_model["new False"] < close
     assert of_model["apart"] < 5e-5 and of_model["gradients apart"] < 2e-5  # a norm's input would be off by units
     assert of_model["without gradient"] == []
     trained = {name.rpartition(".")[2] for name in of_model["trained"]} - {"weight"}

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.architecture.layer_kinds import DENSE
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.architecture.spec import DENSE, ModelSpec, read_spec
+from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Cut, Layout
+from hybridflow.placement.cache_blocks import CacheBlocks
 from hybridflow.placement.footprint import (
     Footprint,
     chunks_in_flight,
@@ -208,7 +210,10 @@ def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected:
 
 def test_engine_stages_share_the_cache_by_their_layers() -> None:
     stages = ((0, 1, 2, 3), (4, 5))
-    assert [KVCacheSize(1 << 30, 1, 16, True).of_stage(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
+    assert [KVCacheSize(1 << 30, 1, CacheBlocks(16, 1), True).of_stage(stages, stage) for stage in range(2)] == [
+        1 << 30,
+        1 << 29,
+    ]
 
 
 def test_models_of_a_rank_take_turns_to_compute() -> None:

@@ -299,7 +299,7 @@ def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whol
 )
 def test_a_step_takes_the_rows_of_a_replica_on_gpus(inputs, tmp_path, keys, cuda, held, most):
     run = load(inputs, tmp_path, *keys, "rollout.kv_cache_gib=null", cuda=cuda)
-    cache = replace(run.kv_cache, whole=(held * (2 if cuda else 1) + 1) * run.kv_cache.block_bytes)
+    cache = replace(run.kv_cache, whole=(held * (2 if cuda else 1) + 1) * run.kv_cache.blocks.size)
     assert cache.sequences(20) == held and run.sequences_of_step(cache) == most
 
 

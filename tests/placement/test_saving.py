@@ -16,7 +16,15 @@ from tests.tiny_models import make_checkpoints
 
 BUCKET_BYTES = 1 << 14  # several buckets an actor: shares begin and end within parameters
 # family -> tied
-MODELS = {"llama": False, "qwen2": True, "opt": True, "opt_350m": True, "qwen3_moe": True, "mixtral": False}
+MODELS = {
+    "llama": False,
+    "qwen2": True,
+    "opt": True,
+    "opt_350m": True,
+    "qwen3_moe": True,
+    "mixtral": False,
+    "qwen3_5": True,
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ CASES = (
     Case("opt_350m", "pp2dp2", "dp4", dtype="bfloat16"),
     Case("qwen3_moe", "tp2dp2", "pp2dp2", dtype="bfloat16"),
     Case("mixtral", "dp4", "tp2dp2"),
+    Case("qwen3_5", "tp2pp2", "pp2dp2", dtype="bfloat16"),
 )
 
 

@@ -25,6 +25,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import single_steps, vllms_own_loader
 from tests.rollout.responses import responses_of
@@ -62,6 +63,9 @@ CASES = {
     "chunks": Case("qwen3_moe", chunk=40, **SHARED),
     "full cache": Case("qwen3_moe", samples=3, prompt_lengths=(60, 61, 62), kv_bytes=9 * 3 * 2**16),
     "stages": Case("qwen3_moe", pp=2, replicas=((0, 1),), stages=((0,), (1, 2)), **SHARED),
+    # where other layers keep a state, of which no prefix is cached
+    "states": Case("qwen3_5_moe", **SHARED),
+    "states, tensor parallel": Case("qwen3_5_moe", tp=2, replicas=((0, 1),), **SHARED),
     "groups of experts": Case("deepseek_v3"),
     "latent attention in stages": Case("glm4_moe_lite", pp=2, replicas=((0, 1),), stages=((0, 1), (2,))),
     "tensor parallel": Case("mixtral", tp=2, replicas=((0, 1),), **SHARED),
@@ -127,7 +131,7 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         directory,
         no_source,
         dtype="float32",
-        changes=spec.engine_config,
+        language_model=LanguageModel.of(spec),
         layout=layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

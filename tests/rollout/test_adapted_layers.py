@@ -81,5 +81,5 @@ def test_a_layer_that_vllm_computes_in_another_way_is_named() -> None:
     model = nn.Module()
     model.o_proj = nn.Linear(4, 4)
     with pytest.raises(EnvironmentProblem) as raised:
-        add_adapters(model, EngineAdapters(2, 1.0, {"o_proj": 1}))
+        add_adapters(model, EngineAdapters(2, 1.0, {"o_proj": (1,)}))
     assert str(raised.value) == "o_proj: vLLM computes this layer by Linear, which takes no adapter"

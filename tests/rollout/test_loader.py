@@ -19,7 +19,7 @@ def model(weight: Tensor, name: str = "o_proj") -> nn.Module:
 
 
 def hashed(weight: Tensor, name: str = "o_proj", scale: float | None = None) -> str:
-    config, adapters = VllmConfig(), None if scale is None else EngineAdapters(4, scale, {name: 1})
+    config, adapters = VllmConfig(), None if scale is None else EngineAdapters(4, scale, {name: (1,)})
     tell_compile_cache(config, model(weight, name), adapters)
     return config.compute_hash()
 

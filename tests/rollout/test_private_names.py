@@ -109,7 +109,7 @@ def keywords_of(function: Callable, call: str) -> set[str]:
 
 
 def test_an_engine_takes_the_arguments() -> None:
-    settings = {"eager": True, "sleeps": True, "block_tokens": 32, "latent": True}
+    settings = {"eager": True, "sleeps": True, "block_tokens": 32}
     ours = keywords_of(engine.RolloutEngine, "vllm.LLM")
     for device in (CudaEngine(), CpuEngine()):
         ours |= device.settings(**settings).keys()
@@ -134,7 +134,7 @@ def test_a_step_may_be_shorter_than_a_prompt_where_prompts_come_in_chunks(device
     from vllm.config.scheduler import SchedulerConfig
 
     config, longest, is_cuda = RolloutConfig(), 131072, device.kind == "cuda"
-    chunked = device.settings(eager=True, sleeps=True, block_tokens=32, latent=False)["enable_chunked_prefill"]
+    chunked = device.settings(eager=True, sleeps=True, block_tokens=32)["enable_chunked_prefill"]
     tokens = config.batched_tokens(longest, cuda=is_cuda)
     assert tokens == (8192 if is_cuda else longest)
     SchedulerConfig(

@@ -53,7 +53,8 @@ def test_they_are_those_that_transformers_chooses(name: str, results: list[dict]
             continue
         assert found["told"] == num_requests and found["different"] == 0 and found["total"] > 0, found
         if case.samples > 1:
-            assert found["cached"] > 0, "some prompts come from the cache"
+            has_states = case.family == "qwen3_5_moe"
+            assert (found["cached"] == 0) == has_states, "some prompts come from the cache"
         assert (found["preempted"] > 0) == (name == "full cache"), "what was computed again"
         most, preemptions = found["cache_use"]
         assert preemptions == found["preempted"] and found["cache_use_again"] == [0.0, 0]

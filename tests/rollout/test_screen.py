@@ -11,12 +11,12 @@ from tqdm import tqdm
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from hybridflow.architecture.layer_kinds import EngineConfig
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.platform import Platform
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import without_bars
 
 
@@ -60,7 +60,7 @@ def test_an_engine_is_built_without_bars(monkeypatch: pytest.MonkeyPatch, capsys
             SimpleNamespace(),
             lambda name: torch.empty(0),
             dtype="float32",
-            changes=EngineConfig({}),
+            language_model=LanguageModel("LlamaForCausalLM", tied=False),
             layout=RolloutLayout(1, 1, ((0,),)),
             stages=((0,),),
             max_length=8,

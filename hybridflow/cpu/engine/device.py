@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridflow.cpu.engine.decoding import SeveralSteps
+from hybridflow.cpu.engine.delta_net import compute_delta_nets, register_language_models
 from hybridflow.cpu.engine.kv_cache import CpuKVCache
 from hybridflow.cpu.engine.patches import patch
 
@@ -19,13 +20,17 @@ class CpuEngine:
     def prepare(self) -> None:
         patch()
 
-    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int, latent: bool) -> dict[str, Any]:
+    def prepare_states(self, architecture: str) -> None:
+        """vLLM's kernels there take bfloat16 alone, and a copy of a weight."""
+        compute_delta_nets()
+        register_language_models((architecture,))
+
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         return {
             "enable_chunked_prefill": False,  # a prompt cut in two takes a seeded draw back: here vLLM cannot
             "enforce_eager": True,
             "enable_sleep_mode": False,
             "block_size": block_tokens,
-            **({"attention_backend": "CPU_MLA"} if latent else {}),  # the other packs and frees kv_b_proj
         }
 
     def kv_cache(self, llm: "LLM") -> CpuKVCache:

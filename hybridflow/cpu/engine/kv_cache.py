@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from hybridflow.cpu import fresh_pages
-from hybridflow.models.memory import bytes_of, storages
+from hybridflow.models.memory import bytes_of, storages, tensors_of
 
 if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm import LLM
@@ -17,7 +17,7 @@ class CpuKVCache:
 
     def __init__(self, llm: "LLM") -> None:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._storages = storages(runner.kv_caches)
+        self._storages = storages(tensors_of(runner.kv_caches))
         self._sizes = [storage.nbytes() for storage in self._storages]
 
     def release(self) -> None:

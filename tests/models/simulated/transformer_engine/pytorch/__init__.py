@@ -23,13 +23,13 @@ class RMSNorm(nn.Module):
         **rest: object,
     ) -> None:
         super().__init__()
-        assert (normalized_shape is None) != (hidden_size is None) and not zero_centered_gamma
-        self.eps = eps
+        assert (normalized_shape is None) != (hidden_size is None)
+        self.eps, self.offset = eps, float(zero_centered_gamma)
         self.weight = nn.Parameter(torch.ones(normalized_shape or hidden_size, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight + self.offset, self.eps)
 
 
 class LayerNorm(RMSNorm):
@@ -95,10 +95,18 @@ class Linear(nn.Module):
 
 class LayerNormLinear(Linear):
     def __init__(
-        self, in_features: int, out_features: int, *, eps: float, normalization: str, params_dtype: torch.dtype, **rest
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        normalization: str,
+        params_dtype: torch.dtype,
+        zero_centered_gamma: bool,
+        **rest: object,
     ) -> None:
         super().__init__(in_features, out_features, params_dtype=params_dtype, **rest)
-        self.eps = eps
+        self.eps, self.offset = eps, float(zero_centered_gamma)
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype))
         if normalization == "LayerNorm":
             self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, dtype=params_dtype))
@@ -106,7 +114,7 @@ class LayerNormLinear(Linear):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
         bias = getattr(self, "layer_norm_bias", None)
         if bias is None:
-            normed = nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+            normed = nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight + self.offset, self.eps)
         else:
             normed = nn.functional.layer_norm(x, x.shape[-1:], self.layer_norm_weight, bias, self.eps)
         return super().forward(normed, is_first_microbatch)

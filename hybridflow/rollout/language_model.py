@@ -1,0 +1,57 @@
+"""What vLLM has to be told of the actor's model beside the directory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """architecture: HuggingFace's name of the language model. wrapped: what reads images lies beside it.
+
+    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence. latent: the layers have latent
+    attention. fields: what else of config.json vLLM reads otherwise.
+    """
+
+    architecture: str
+    tied: bool
+    wrapped: bool = False
+    has_states: bool = False
+    latent: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "LanguageModel":
+        return cls(
+            spec.language_model,
+            spec.tied,
+            spec.wrapped,
+            has_states=spec.delta is not None,
+            latent=spec.latent is not None,
+            fields=spec.engine_fields,
+        )
+
+    @property
+    def overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+        """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
+        if not self.wrapped:
+            return {"tie_word_embeddings": self.tied, **self.fields}
+        return self._of_text
+
+    def _of_text(self, config: Any) -> Any:
+        """The language model's part. vLLM asks for it more than once."""
+        text = getattr(config, TEXT_CONFIG, config)
+        text.architectures = [self.architecture]
+        text.tie_word_embeddings = self.tied
+        return text
+
+    def arguments_on(self, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+        """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none.
+
+        Of vLLM's two kinds of latent attention on CPUs the one that is not taken packs a weight, and frees the weight.
+        """
+        if self.latent and device == "cpu":
+            return {"attention_backend": "CPU_MLA"}
+        return {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if self.has_states else {}
