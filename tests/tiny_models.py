@@ -43,7 +43,7 @@ FAMILIES |= {
     "qwen3_5": (
         "Qwen3_5",
         {
-            "layer_types": ["linear_attention", "full_attention"] * 8,  # as many as the model has
+            "full_attention_interval": 2,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 16,
@@ -133,7 +133,6 @@ def make_checkpoints(
         prefix, extra = FAMILIES[family if number < 2 else SCORES.get(family, family)]
         torch.manual_seed(100 * seed + number)
         text = TEXT.get(prefix, prefix)
-        extra = {key: x[:num_layers] if key == "layer_types" else x for key, x in extra.items()}
         config = getattr(transformers, text + "Config")(
             **{
                 "vocab_size": VOCAB_SIZE,
@@ -171,7 +170,7 @@ def make_wrapper(directory: Path, *, experts: bool = False, tied: bool = False, 
         **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers},
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128},
         **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "mtp_num_hidden_layers": 1},
-        **{key: x[:num_layers] if key == "layer_types" else x for key, x in extra.items()},
+        **extra,
         "tie_word_embeddings": tied,
     }
     sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}

@@ -187,7 +187,8 @@ class ConfigFields:
             kernel=self._size("linear_conv_kernel_dim", 4),
         )
         uneven = sizes.value_heads % sizes.key_heads > 0
-        self._refuse("linear_num_value_heads", sizes.value_heads, uneven, f"must be a multiple of {sizes.key_heads}")
+        rule = f"must be a multiple of linear_num_key_heads = {sizes.key_heads}"
+        self._refuse("linear_num_value_heads", sizes.value_heads, uneven, rule)
         mixers = tuple("delta_net" if kind == LINEAR else "attention" for kind in kinds)
         return {"mixers": mixers, "delta": sizes}
 

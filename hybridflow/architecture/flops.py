@@ -2,16 +2,18 @@
 
     forward_flops(spec, lengths, outputs, head="lm")    2 k n of each product and token, 4 heads head_dim of each pair
 
-A pair is a query with a key that causal attention looks at: length^2 / 2 of a row. An update takes three times a
+A pair is a query with a key that causal attention looks at: length^2 / 2 of a row. A gated delta net reads and updates
+a state of dk x dv a head in place of pairs: 6 heads dk dv a token. An update takes three times a
 forward pass. These are the model's operations: what is computed again, or left out as prompts that rows share, changes
 no count. Latent attention has 2 heads (size of q + size of v) of each pair, though kernels take v for as wide as q.
 """
 
 from collections import Counter
+from functools import cache
 
 from torch import Tensor
 
-from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.layer_kinds import LayerKind, Mixer
 from hybridflow.architecture.spec import Head, ModelSpec
 
 UPDATE = 3  # forward passes that an update is worth: the backward pass has two products for each
@@ -36,7 +38,7 @@ def layer_products(
     def mlp(width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
         return [(hidden, gates * width, share), (width, hidden, share)]
 
-    attention = [(k, n, 1.0) for k, n in attention_products(spec, tp=tp)]
+    attention = [(k, n, 1.0) for k, n in mixer_products(spec, kind.mixer, tp=tp)]
     size = spec.mlp_size(kind.mlp)
     everywhere = mlp(size / tp) if size else []
     if kind.mlp == "dense":
@@ -45,13 +47,22 @@ def layer_products(
     return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *everywhere]
 
 
-def attention_products(spec: ModelSpec, *, tp: int = 1) -> list[tuple[float, float]]:
-    """(k, n) of the products of attention of all tokens on a tensor-parallel rank."""
+def mixer_products(spec: ModelSpec, mixer: Mixer, *, tp: int = 1) -> list[tuple[float, float]]:
+    """(k, n) of the products of a layer in front of what mixes the tokens, and behind."""
     hidden = float(spec.hidden_size)
-    if spec.latent is None:
-        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        return [(hidden, (q + 2 * kv) / tp), (q / tp, hidden)]
-    sizes, heads = spec.latent, spec.num_heads / tp
+    if mixer == "delta_net":
+        assert spec.delta is not None, f"{spec.family} has no gated delta nets"
+        into = 2 * (spec.delta.keys + spec.delta.values + spec.delta.value_heads)
+        return [(hidden, into / tp), (spec.delta.values / tp, hidden)]
+    if mixer == "latent":
+        return _latent_products(spec, tp=tp)
+    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
+    return [(hidden, (spec.num_query_blocks * spec.head_dim + 2 * kv) / tp), (q / tp, hidden)]
+
+
+def _latent_products(spec: ModelSpec, *, tp: int) -> list[tuple[float, float]]:
+    assert spec.latent is not None, f"{spec.family} has no latent attention"
+    hidden, sizes, heads = float(spec.hidden_size), spec.latent, spec.num_heads / tp
     return [
         (hidden, float(sizes.narrow)),  # whole on every rank
         (float(sizes.query_rank or hidden), heads * sizes.head_dim),
@@ -60,16 +71,28 @@ def attention_products(spec: ModelSpec, *, tp: int = 1) -> list[tuple[float, flo
     ]
 
 
-def attention_flops(spec: ModelSpec, pairs: float) -> float:
-    """Of a layer forward: 4 heads head_dim a pair (Dao et al. 2022)."""
-    if spec.latent is not None:
+def mixing_flops(spec: ModelSpec, mixer: Mixer, *, pairs: float, tokens: float) -> float:
+    """Of a layer forward: 4 heads head_dim a pair (Dao et al. 2022), or 6 heads dk dv a token."""
+    if mixer == "delta_net":
+        assert spec.delta is not None, f"{spec.family} has no gated delta nets"
+        return 6 * tokens * spec.delta.values * spec.delta.key_dim
+    if mixer == "latent":
+        assert spec.latent is not None, f"{spec.family} has no latent attention"
         return 2 * pairs * spec.num_heads * (spec.head_dim + spec.latent.value_dim)
-    return kernel_flops(spec, pairs)
-
-
-def kernel_flops(spec: ModelSpec, pairs: float) -> float:
-    """What kernels compute of a layer's attention forward: v is as wide as q."""
     return 4 * pairs * spec.num_heads * spec.head_dim
+
+
+def mean_mixing_flops(spec: ModelSpec, *, pairs: float, tokens: float) -> float:
+    """Of a layer in the mean."""
+    shares = mixer_shares(spec).items()
+    return sum(share * mixing_flops(spec, mixer, pairs=pairs, tokens=tokens) for mixer, share in shares)
+
+
+@cache
+def mixer_shares(spec: ModelSpec) -> dict[Mixer, float]:
+    """Of the layers, those with each kind of mixer."""
+    counts = Counter(spec.layer_kind(layer).mixer for layer in range(spec.num_layers))
+    return {mixer: count / spec.num_layers for mixer, count in counts.items()}
 
 
 def forward_flops(spec: ModelSpec, lengths: Tensor, outputs: int, *, head: Head) -> float:
@@ -82,7 +105,8 @@ def forward_flops(spec: ModelSpec, lengths: Tensor, outputs: int, *, head: Head)
         for k, n, share in layer_products(spec, kind)
     )
     columns = spec.vocab_size if head == "lm" else 1
-    return products + spec.num_layers * attention_flops(spec, pairs) + 2 * spec.embedding_size * columns * outputs
+    mixing = spec.num_layers * mean_mixing_flops(spec, pairs=pairs, tokens=tokens)
+    return products + mixing + 2 * spec.embedding_size * columns * outputs
 
 
 def peak_flops(device: str, dtype: str) -> float | None:

@@ -27,7 +27,10 @@ HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "sco
 WRAPPER = "ForConditionalGeneration"  # a language model with what reads images beside it
 LANGUAGE_MODEL, SCORES = HEADS  # ends of names
 ARCHITECTURES: dict[str, tuple[str, Head]] = {
-    prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()
+    prefix + suffix: (prefix, head)
+    for prefix, family in FAMILIES.items()
+    for suffix, head in HEADS.items()
+    if head == "lm" or not family.score_architecture
 }
 ARCHITECTURES |= {
     each.score_architecture: (prefix, "score") for prefix, each in FAMILIES.items() if each.score_architecture
@@ -156,7 +159,9 @@ class ModelSpec:
                 f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
                 f"of that number: {many} = {many // few} x {few} + {many % few}"
             )
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
+        if self.delta is not None:
+            self._check_divides(key, tp, "linear_num_key_heads", self.delta.key_heads)
+        rows = (self.num_query_blocks + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
         if rows % tp:
             raise ConfigError(
                 f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "

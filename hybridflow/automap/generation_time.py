@@ -11,10 +11,12 @@ Of responses with mean length mu and longest L the share that still runs after s
 from dataclasses import dataclass
 from math import ceil
 
+from hybridflow.architecture.flops import mixer_shares
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.role_time import Model, Pass
 from hybridflow.parallel.layout import Cut
+from hybridflow.placement.cache_blocks import state_bytes, token_bytes
 
 # of a layer with experts beyond those of an MLP, in vLLM 0.32.0: the router, the k largest, two that sort, the sum
 ROUTING_KERNELS = 5
@@ -80,8 +82,7 @@ def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
 def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
     """One token for each of the running sequences."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
-    of_token = 2 * max(1.0, spec.num_kv_heads / model.tp) * spec.head_dim if spec.latent is None else spec.latent.cached
-    read = of_token * device.itemsize(model.dtype) * sequences * context
+    read = cache_bytes_read(spec, tp=model.tp, itemsize=device.itemsize(model.dtype), context=context) * sequences
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
     message = overheads.engine_message if model.tp > 1 else 0.0
     routing = ROUTING_KERNELS * overheads.operation if model.experts else 0.0
@@ -94,6 +95,14 @@ def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost
         )
     )
     return total((layer.times(spec.num_layers), _messages(model, pp, sequences), _sampled(model, sequences)))
+
+
+def cache_bytes_read(spec: ModelSpec, *, tp: int, itemsize: int, context: float) -> float:
+    """Of a sequence's token in a layer in the mean: keys and values, or a state, which is written again."""
+    token, states = token_bytes(spec, tp=tp, itemsize=itemsize), 0.0
+    if spec.delta is not None:
+        states = 2 * state_bytes(spec, tp=tp, itemsize=itemsize) * mixer_shares(spec)["delta_net"]
+    return token * context * spec.num_attention_layers / spec.num_layers + states
 
 
 def _sampled(model: Model, sequences: float) -> Cost:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.architecture.flops import mean_mixing_flops
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
@@ -213,7 +214,8 @@ class Options:
             in_layer += model.experts.copies * sum(2 * k * n for k, n in model.experts.matrices)
         at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
         products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
-        attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)
+        mixing = mean_mixing_flops(spec, pairs=rows.pairs, tokens=rows.tokens)
+        attention = mixing * spec.num_layers * (2.5 if backward else 1.0)
         rate = profile.attention_backward if backward else profile.attention_forward
         return products / profile.product_rates(role.dtype).best + attention / rate
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from hybridflow.architecture.flops import attention_products, kernel_flops
+from hybridflow.architecture.flops import mean_mixing_flops, mixer_products, mixer_shares
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
@@ -156,15 +156,33 @@ class Model:
 
     @cached_property
     def matrices(self) -> list[tuple[float, float]]:
-        """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not."""
+        """(k, n) of a layer's products of all tokens on a rank: the router is one, experts are not.
+
+        Where layers mix tokens by several kinds of mixers, of a layer in the mean.
+        """
         spec, tp = self.spec, self.tp
-        hidden, attention = float(spec.hidden_size), attention_products(spec, tp=tp)
-        if spec.latent is not None and self.sequence_parallel:  # the first is of this rank's tokens
-            attention[0] = (hidden, attention[0][1] / tp)
+        hidden, attention = float(spec.hidden_size), list[tuple[float, float]]()
+        for mixer, share in mixer_shares(spec).items():
+            if mixer == "latent":  # of all layers
+                attention += self._latent_products()
+                continue
+            (k, n), (inner, out) = mixer_products(spec, mixer, tp=tp)
+            attention += [(k, n * share), (inner * share, out)]
         if self.experts is None:
             return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
         shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
         return [*attention, (hidden, float(spec.num_experts)), *shared]
+
+    def _latent_products(self) -> list[tuple[float, float]]:
+        """With sequence parallelism the first is of this rank's tokens."""
+        (hidden, narrow), *others = mixer_products(self.spec, "latent", tp=self.tp)
+        return [(hidden, narrow / (self.tp if self.sequence_parallel else 1)), *others]
+
+    @property
+    def _padding(self) -> float:
+        """Operations of attention over those of the model: kernels take v for as wide as q."""
+        latent = self.spec.latent
+        return 1.0 if latent is None else 2 * latent.head_dim / (latent.head_dim + latent.value_dim)
 
     def _mlp(self, width: float) -> list[tuple[float, float]]:
         hidden = float(self.spec.hidden_size)
@@ -194,7 +212,8 @@ class Model:
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
         """2.5 times as many operations backward as forward (Dao et al. 2022)."""
-        operations = kernel_flops(self.spec, mb.pairs) / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
+        mixing = mean_mixing_flops(self.spec, pairs=mb.pairs, tokens=mb.tokens) * self._padding
+        operations = mixing / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:

@@ -22,10 +22,11 @@ from hybridflow.architecture.weights import embedding, head_weights, is_trained,
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
-from hybridflow.placement.latent import kept_numbers
+from hybridflow.placement.latent import latent_bytes
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+CHUNK = 64  # tokens of a chunk of a gated delta net
 CUDA_MARGIN = 4 << 30  # what is not counted on a GPU, taken large
 
 
@@ -162,23 +163,50 @@ def layer_bytes(
                    what a rank has where tokens are spread evenly over the experts
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from the input
-        latent     as `latent.kept_numbers` has it, in place of 3 q + 3 k
         adapters   2 b A's outputs more, which column-parallel layers gather, but for full
+        gates      2 q more of the gate and of what it gives, and the sigmoid in float32, but for full
+        delta nets in place of q and k: `delta_net_bytes`; latent attention: `latent.latent_bytes`
     """
-    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
-    split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
-    own = 0
-    if spec.latent is not None and recompute != "full":
-        split[recompute], own = kept_numbers(spec.latent, spec.num_heads, recompute)
     width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind.mlp)
     if kind.mlp == "experts":
         width += spec.experts_per_token * (4 * spec.ffn_hidden_size + spec.hidden_size * cut.expert_tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
-    log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
     adapters = 2 * adapter_columns(spec, kind)
-    return itemsize * ((4 * spec.hidden_size + own) / sp + (split[recompute] + width) / tp + adapters) + log_sum_exp
+    if kind.mixer == "latent":
+        by_heads, narrow = latent_bytes(spec, recompute=recompute, itemsize=itemsize)
+        own = by_heads / tp + narrow / sp
+    else:
+        mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
+        own = mixing(spec, recompute=recompute, itemsize=itemsize) / tp
+    return itemsize * (4 * spec.hidden_size / sp + width / tp + adapters) + own
+
+
+def attention_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
+    """Bytes a token that attention keeps, of all heads. See `layer_bytes`."""
+    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}[recompute]
+    log_sum_exp = 4 * spec.num_heads if recompute == "none" else 0
+    gates = (2 * itemsize + MAIN_BYTES) * q if spec.traits.output_gate else 0
+    return itemsize * split + log_sum_exp + gates
+
+
+def delta_net_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
+    """Bytes a token that a gated delta net keeps, of all heads, with kernels that keep what is C tokens a chunk.
+
+    With k, v = heads x dimensions of keys and values, n value heads:
+
+        none       b (6 k + 6 v + C n) + 4 (2 v + 2 n): what the projections give (2 k + 2 v), convolved (2 k + v), of
+                   length 1 (2 k), outputs, their norm and the product with the gate (3 v), the chunk's system; in
+                   float32 the gate, its silu, decays and rates
+        selective  b (2 k + 3 v + 2 n): what the projections give, and the product
+    """
+    assert spec.delta is not None, f"{spec.family} has no gated delta nets"
+    keys, values, heads = spec.delta.keys, spec.delta.values, spec.delta.value_heads
+    if recompute == "selective":
+        return itemsize * (2 * keys + 3 * values + 2 * heads)
+    return itemsize * (6 * keys + 6 * values + CHUNK * heads) + MAIN_BYTES * (2 * values + 2 * heads)
 
 
 @cache

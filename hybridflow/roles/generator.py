@@ -71,9 +71,8 @@ class Generator:
     Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     why_eager: why the engine has no CUDA graphs where the config lets it have them. turns: how rows go on where an
-    environment answers them, which takes the world's `groups`.
-    params: vLLM's sampling parameters of `sampled` responses. costs: of the reshards since somebody emptied the list.
-    own_bytes: weights of the engine outside the trainer's memory.
+    environment answers them, which takes the world's `groups`. params: vLLM's sampling parameters of `sampled`.
+    costs: of the reshards since the list was emptied. own_bytes: the engine's weights outside the trainer's memory.
     """
 
     def __init__(

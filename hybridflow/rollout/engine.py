@@ -97,9 +97,7 @@ class RolloutEngine:
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
-        device = engine_device()
-        if language_model.has_states:
-            device.prepare_states(language_model.architecture)
+        device = language_model.prepared(engine_device())
         cuts = routing is not None and config.partial is not None
         second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp, cuts_routes=cuts)
         hooked = routing is not None and not second  # a graph would not call the hooks
@@ -112,7 +110,6 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source, "adapters": adapters},
                 dtype=dtype,
-                hf_overrides=language_model.overrides,
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
@@ -127,7 +124,7 @@ class RolloutEngine:
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
-                **{"enable_prefix_caching": config.enable_prefix_caching} | language_model.arguments_on(device.kind),
+                **language_model.arguments(device.kind, prefix_caching=config.enable_prefix_caching),
                 **config.engine_arguments.given(),
             )
         self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+from hybridflow.rollout.device import EngineDevice
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LanguageModel:
         )
 
     @property
-    def overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+    def _overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
         """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
         if not self.wrapped:
             return {"tie_word_embeddings": self.tied, **self.fields}
@@ -47,11 +48,19 @@ class LanguageModel:
         text.tie_word_embeddings = self.tied
         return text
 
-    def arguments_on(self, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+    def prepared(self, device: EngineDevice) -> EngineDevice:
+        """The device, when vLLM can compute the model there."""
+        if self.has_states:
+            device.prepare_states(self.architecture)
+        return device
+
+    def arguments(self, device: Literal["cuda", "cpu"], *, prefix_caching: bool) -> dict[str, Any]:
         """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none.
 
         Of vLLM's two kinds of latent attention on CPUs the one that is not taken packs a weight, and frees the weight.
         """
+        more = {"mamba_ssm_cache_dtype": "float32"} if self.has_states else {}
         if self.latent and device == "cpu":
-            return {"attention_backend": "CPU_MLA"}
-        return {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if self.has_states else {}
+            more["attention_backend"] = "CPU_MLA"
+        caching = prefix_caching and not self.has_states
+        return {"hf_overrides": self._overrides, "enable_prefix_caching": caching, **more}

@@ -11,7 +11,7 @@ import transformers
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import CheckpointError
-from tests.tiny_models import FAMILIES, LLAMA_SIZES, ROPE_YARN
+from tests.tiny_models import FAMILIES, LLAMA_SIZES, ROPE_YARN, TEXT
 
 # no size is a default of any family, and every default of num_key_value_heads divides the heads
 SIZES = {"vocab_size": 100, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 64, "bos_token_id": 1}
@@ -28,7 +28,9 @@ def complete(family: str, **changes: Any) -> dict[str, Any]:
         extra = extra | {"num_key_value_heads": SIZES["num_attention_heads"]}
     changes = copy.deepcopy(changes)  # transformers fills in what an inner object lacks
     given = {**SIZES, **POSITIONS, **of_family, **extra, **changes, "architectures": [f"{prefix}ForCausalLM"]}
-    found: dict[str, Any] = json.loads(getattr(transformers, f"{prefix}Config")(**given).to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads(
+        getattr(transformers, f"{TEXT.get(prefix, prefix)}Config")(**given).to_json_string(use_diff=False)
+    )
     return found
 
 
@@ -57,7 +59,8 @@ def test_a_missing_key_means_what_transformers_makes_of_it(
 ) -> None:
     if family.startswith("opt") and changes:
         pytest.skip("OPT turns nothing")
-    whole, config_class = complete(family, **changes), getattr(transformers, f"{FAMILIES[family][0]}Config")
+    prefix = FAMILIES[family][0]
+    whole, config_class = complete(family, **changes), getattr(transformers, f"{TEXT.get(prefix, prefix)}Config")
     assert isinstance(read(tmp_path / "whole", whole), dict)
     seen = 0
     for key, less in without_one(whole):
