@@ -105,13 +105,13 @@ LAYOUTS = {
     ),
     "Glm4MoeLite": (
         Layout("glm-4.7-flash", 1),
-        Layout("glm-4.7-flash", 8, tp=4, ep=8, engine_tp=4, recompute="full"),
-        Layout("glm-4.7-flash", 64, tp=4, ep=8, engine_tp=4),
+        Layout("glm-4.7-flash", 8, tp=4, ep=4, engine_tp=4, recompute="full"),
+        Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4),
     ),
     "DeepseekV3": (
         Layout("moonlight-16b-a3b", 1),
         Layout("moonlight-16b-a3b", 8, tp=8, ep=8, engine_tp=8),
-        Layout("deepseek-v3", 64, tp=8, ep=64, engine_tp=8, recompute="full"),
+        Layout("deepseek-v3", 64, tp=8, ep=8, engine_tp=8, recompute="full"),
     ),
 }
 
