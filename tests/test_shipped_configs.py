@@ -160,6 +160,13 @@ PARAMETERS = {  # as their publishers count them; those of OPT, which has no suc
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-32b": 32_762_123_264,
+    # the language model alone, as its sizes give: publishers count what reads images too
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-122b-a10b": 122_111_526_912,
+    "qwen3.5-397b-a17b": 396_346_350_336,
 }
 REWARD = "-reward"  # a shape with a head of one score
 

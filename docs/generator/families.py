@@ -15,7 +15,7 @@ from typing import Any
 
 from docs.generator.markdown import code, listed, table
 from hybridflow.architecture.families import FAMILIES, Family
-from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.spec import WRAPPER, read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.placement.forecast import forecast
@@ -81,6 +81,16 @@ LAYOUTS = {
         Layout("qwen3-0.6b", 1),
         Layout("qwen3-8b", 8, tp=2),
         Layout("qwen3-32b", 64, tp=8, engine_tp=4),
+    ),
+    "Qwen3_5": (
+        Layout("qwen3.5-4b", 1),
+        Layout("qwen3.5-9b", 8, tp=2),
+        Layout("qwen3.5-27b", 64, tp=8, engine_tp=4),
+    ),
+    "Qwen3_5Moe": (
+        Layout("qwen3.5-35b-a3b", 1),
+        Layout("qwen3.5-35b-a3b", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
+        Layout("qwen3.5-122b-a10b", 64, tp=8, pp=4, ep=8, engine_tp=8, recompute="full"),
     ),
     "Glm": (Layout("glm-4-9b", 1), Layout("glm-4-9b", 8, tp=4), Layout("glm-4-9b", 64, tp=4, engine_tp=2)),
     "OPT": (
@@ -192,7 +202,9 @@ def _size(count: int) -> str:
 
 def family_table(name: str) -> str:
     family = FAMILIES[name]
-    rows = [("Architectures", listed([f"{name}ForCausalLM", f"{name}ForSequenceClassification"]))]
+    score = family.score_architecture or f"{name}ForSequenceClassification"
+    wrapper = [name + WRAPPER] if family.has_wrapper else []
+    rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
     latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
     rows += [("`config.json` must have", listed([*family.required, *latent]))]
     rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
@@ -209,6 +221,8 @@ def _traits(family: Family) -> list[tuple[str, str]]:
     experts = f"{listed(family.expert_keys)} of them" if family.expert_keys else ""
     if family.shared_experts_key:
         experts += f", and `{family.shared_experts_key}` for every token"
+    if family.shared_size_key:
+        experts += f", and one of `{family.shared_size_key}` for every token, times a sigmoid of a gate"
     if family.dense_layers_key:
         experts += f"; none in the first `{family.dense_layers_key}` layers"
     attention = [
@@ -217,6 +231,8 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         f"RMSNorm over each head of queries and keys, where `{family.qk_norm_key}` is true"
         if family.qk_norm_key
         else "",
+        "the outputs times a sigmoid of a gate" if family.output_gate else "",
+        "gated delta nets in the layers that `layer_types` says" if family.delta_nets else "",
         _window(family) if family.has_window else "",
         "latent (MLA): `kv_lora_rank` + `qk_rope_head_dim` numbers a token in the KV cache" if family.latent else "",
     ]
@@ -230,7 +246,7 @@ def _traits(family: Family) -> list[tuple[str, str]]:
     rows = [
         ("Attention", "; ".join(filter(None, attention)) or "grouped heads"),
         ("Positions", rotary),
-        ("Norms", "RMSNorm" if family.norm_eps is None else "LayerNorm"),
+        ("Norms", _norms(family)),
         ("MLP", "; ".join(filter(None, ["SwiGLU" if family.gated else "ReLU", experts and f"experts: {experts}"]))),
     ]
     if family.expert_keys:
@@ -239,6 +255,12 @@ def _traits(family: Family) -> list[tuple[str, str]]:
             router += "; experts of the `topk_group` best of `n_group` groups"
         rows.append(("Router", router))
     return rows
+
+
+def _norms(family: Family) -> str:
+    if family.norm_eps is not None:
+        return "LayerNorm"
+    return "RMSNorm times 1 + weight" if family.zero_centered_norms else "RMSNorm"
 
 
 def _window(family: Family) -> str:

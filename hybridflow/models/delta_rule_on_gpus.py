@@ -7,7 +7,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.shared_prompt import bounds
 
-INSTALL = "pip install flash-linear-attention"
+INSTALL = "`pip install fla-core`; `bash launch/setup.sh --cuda` installs it"
 
 
 def delta_rule_by_fla(
@@ -21,7 +21,7 @@ def delta_rule_by_fla(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
         raise EnvironmentProblem(
-            f"layers with a gated delta net need flash-linear-attention on GPUs ({error}): {INSTALL}"
+            f"a gated delta net trains in bfloat16 on GPUs by flash-linear-attention, which is missing ({error}): {INSTALL}"
         ) from error
     tensors, levels = (query, key, value, decay, rate), sequences.levels
     parts, places, left, row_of = [], [], value.new_zeros(0), dict[int, int]()
