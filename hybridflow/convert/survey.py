@@ -55,7 +55,11 @@ class Survey:
 
     def dropped_lines(self) -> list[str]:
         """`NAME (32 tensors): why`, one line a kind of tensor."""
-        kinds = Counter((fold(name), why) for name, why in self.dropped.items())
+        at = (VISION, self.spec.traits.prediction_layers_at or VISION)
+        kinds = Counter(
+            (next((f"{each}*" for each in at if name.startswith(each)), fold(name)), why)
+            for name, why in self.dropped.items()
+        )
         return [f"{name}{f' ({count} tensors)' if count > 1 else ''}: {why}" for (name, why), count in kinds.items()]
 
 

@@ -21,7 +21,8 @@ def delta_rule_by_fla(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
         raise EnvironmentProblem(
-            f"a gated delta net trains in bfloat16 on GPUs by flash-linear-attention, which is missing ({error}): {INSTALL}"
+            "a gated delta net trains in bfloat16 on GPUs by flash-linear-attention, which is missing "
+            f"({error}): {INSTALL}"
         ) from error
     tensors, levels = (query, key, value, decay, rate), sequences.levels
     parts, places, left, row_of = [], [], value.new_zeros(0), dict[int, int]()

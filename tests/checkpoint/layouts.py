@@ -15,6 +15,8 @@ MODELS = {
     "opt_350m": ("opt_350m", True),
     "qwen3_moe": ("qwen3_moe", True),
     "glm4_moe": ("glm4_moe", False),
+    "qwen3_5": ("qwen3_5", False),
+    "qwen3_5_moe": ("qwen3_5_moe", True),
     "deepseek_v3": ("deepseek_v3", False),
 }
 
@@ -96,6 +98,10 @@ CASES = (
     Case("mixtral", "tp2pp2", "dp4ep2etp2", "momentum", "bfloat16"),
     Case("glm4_moe", "pp2dp2ep2", "tp2ep2"),
     Case("glm4_moe", "tp2dp2ep4", "pp2dp2", dtype="bfloat16"),
+    Case("qwen3_5", "tp2pp2", "dp4"),
+    Case("qwen3_5", "dp4", "tp4", dtype="bfloat16"),
+    Case("qwen3_5", "vpp2", "tp2dp2", "momentum"),
+    Case("qwen3_5_moe", "tp2ep2", "pp2dp2", dtype="bfloat16"),
     Case("deepseek_v3", "tp2pp2", "dp2ep2"),
     Case("deepseek_v3", "dp2", "tp2", dtype="bfloat16"),
 )

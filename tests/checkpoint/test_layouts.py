@@ -40,6 +40,7 @@ def test_one_rank_reads_what_describes_the_checkpoint(case: Case, found: dict) -
 def test_the_next_step_is_the_same(case: Case, found: dict) -> None:
     """Sums in another order: float32 to 1e-5; in bfloat16 the squares of gradients that have 8 bits."""
     allowed = 1e-5 if case.dtype == "float32" else 0.1
+    allowed *= 10 if case.model.startswith("qwen3_5") else 1  # see `TOLERANCES` of tests/distributed/test_parity.py
     assert max(found[case.name]["after a step"].values()) < allowed
     assert found[case.name]["after a step"]["optimizer.num_steps"] == 0.0
     moved = found[case.name]["moved"]
@@ -54,7 +55,8 @@ def test_all_of_the_optimizer_is_there(case: Case, found: dict) -> None:
     moments = MOMENTS[case.optimizer.split()[0]]
     trained = {key for key in weights if not key.endswith("router.expert_bias")}
     states = {f"optimizer.state.{name}.{key}" for name in moments for key in trained}
-    # of GLM-4.5 the routers are float32 in any model
+    # float32 in any model: the routers of GLM-4.5, and what decays a state
     halves = {key for key in trained if case.model != "glm4_moe" or "router" not in key}
+    halves -= {key for key in trained if key.endswith("A_log")}
     states |= {f"optimizer.state.fp32_param.{key}" for key in halves if case.dtype == "bfloat16"}
     assert keys == weights | states | {"optimizer.num_steps"}

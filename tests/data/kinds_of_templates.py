@@ -96,6 +96,19 @@ ONE_CALL = PLAIN.replace(
     "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     "{% for c in m.tool_calls or [] %}",
 )
+# as Qwen3.5: calls in XML, thoughts before the last question left out, and one begun where the model is asked
+XML = (
+    "{% set last = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.n = loop.index0 %}{% endif %}{% endfor %}" + TOOLS + "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > last.n %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}\n</think>\n\n{% endif %}{% endif %}"
+)
 # ids of nine letters alone
 STRICT = PLAIN.replace(
     "{{ c.function | tojson }}",
@@ -112,6 +125,7 @@ KINDS = {
     "null": NULL,
     "one call": ONE_CALL,
     "strict": STRICT,
+    "xml": XML,
 }
 
 

@@ -44,9 +44,10 @@ ANSWERED = {
     "null": "<|user|>and THEN?<|assistant|>",
     "one call": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
     "strict": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
+    "xml": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n<think>\n",
 }
 # a template may render a turn otherwise once more messages follow: which of ours do
-REWRITES = {"forgets", "channels"}
+REWRITES = {"forgets", "channels", "xml"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +76,7 @@ RESULTS = {
     "nine": f'[TOOL_RESULTS]{{"content": TWELVE, "call_id": "{NINE_ID}"}}[/TOOL_RESULTS]',
     "null": "<|result|>TWELVE<|assistant|>",
     "one call": "\n<|im_start|>tool\nTWELVE<|im_end|>\n<|im_start|>assistant\n",
+    "xml": "\n<|im_start|>user\n<tool_response>\nTWELVE\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
 }
 
 

@@ -93,6 +93,17 @@ def test_tools_that_are_none_are_told() -> None:
             ToolCallParser("hermes", make_tokenizer(), [{"type": "function", "function": function}])
 
 
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_calls_in_xml_behind_a_thought_that_the_prompt_begins() -> None:
+    """As Qwen3.5 writes calls: values are of the types that the tool declares. A call in the thought is none."""
+    parser, before = ToolCallParser("qwen3_coder", make_tokenizer(), [SCHEMA]), "<|im_start|>assistant\n<think>\n"
+    found = parser.parsed(f"maybe {XML}?\n</think>\n\nso {XML}", before)
+    assert found.calls == (ToolCall("add", {"a": 7}),)
+    assert "qwen3_coder" in parsers_that_read(XML, "add", make_tokenizer(), [SCHEMA])
+
+
 def test_the_parsers_that_read_a_call_are_known() -> None:
     """vLLM's own, of which hermes' format is also that of others."""
     found = parsers_that_read(CALL, "add", make_tokenizer(), [SCHEMA])

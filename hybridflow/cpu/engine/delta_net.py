@@ -4,9 +4,11 @@ vLLM's kernels there take bfloat16 and heads of 128 alone, and the convolution a
 training would never update. And Qwen3.5 imports what reads images, which needs a package that text does not need.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -42,13 +44,27 @@ def register_language_models(architectures: tuple[str, ...]) -> None:
     if missing:  # transformers and vLLM name it where images are read, and nothing else of it is used
         sys.modules |= _empty_modules()
     try:
-        module = importlib.import_module("vllm.model_executor.models.qwen3_5")
+        with _without_warnings():
+            module = importlib.import_module("vllm.model_executor.models.qwen3_5")
     finally:
         if missing:
             for name in (*IMAGES, FUNCTIONS):
                 del sys.modules[name]
     for architecture in architectures:
         ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within the block transformers does not warn of what reads images more slowly than it could."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _empty_modules() -> dict[str, ModuleType]:

@@ -66,7 +66,8 @@ def test_transformers_loads_the_result(family: str, tied: bool, models: Models, 
         before, after = (
             AutoModelForCausalLM.from_pretrained(path)(prompt).logits for path in (source, tmp_path / "back")
         )
-    assert torch.equal(before, after)
+    # where in memory the inputs of a narrow product lie decides how the product is rounded
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-4 if family.startswith("qwen3_5") else 0)
 
 
 def test_transformers_loads_a_score_head(models: Models, tmp_path: Path) -> None:
