@@ -24,6 +24,7 @@ from hybridflow.placement.placed import place_either
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, SHAPES = Path("docs/models/layouts.yaml"), Path("configs/shapes")
 GIB = 1 << 30
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTH = 100  # of the lines of a command
 GPU_BYTES, SPARE_BYTES = 80 * 10**9, 8 * 10**9  # a GPU of 80 GB, and what no plan counts: CUDA, NCCL, graphs
 
@@ -112,6 +113,16 @@ LAYOUTS = {
         Layout("glm-4.5-air", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
         Layout("glm-4.5-air", 64, tp=8, pp=2, ep=8, engine_tp=8, recompute="full"),
     ),
+    "Glm4MoeLite": (
+        Layout("glm-4.7-flash", 1),
+        Layout("glm-4.7-flash", 8, tp=4, ep=4, engine_tp=4, recompute="full"),
+        Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4),
+    ),
+    "DeepseekV3": (
+        Layout("moonlight-16b-a3b", 1),
+        Layout("moonlight-16b-a3b", 8, tp=8, ep=8, engine_tp=8),
+        Layout("deepseek-v3", 64, tp=8, ep=8, engine_tp=8, recompute="full"),
+    ),
 }
 
 
@@ -194,7 +205,8 @@ def family_table(name: str) -> str:
     score = family.score_architecture or f"{name}ForSequenceClassification"
     wrapper = [name + WRAPPER] if family.has_wrapper else []
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
-    rows += [("`config.json` must have", listed(family.required))]
+    latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
+    rows += [("`config.json` must have", listed([*family.required, *latent]))]
     rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
     return table(("What", "How"), [*rows, *_traits(family)])
 
@@ -222,11 +234,14 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         "the outputs times a sigmoid of a gate" if family.output_gate else "",
         "gated delta nets in the layers that `layer_types` says" if family.delta_nets else "",
         _window(family) if family.has_window else "",
+        "latent (MLA): `kv_lora_rank` + `qk_rope_head_dim` numbers a token in the KV cache" if family.latent else "",
     ]
     rotary = "learned positions" if family.position_offset else "rotary"
+    if family.latent:
+        rotary += " over `qk_rope_head_dim` dimensions of a head"
     if family.rotary_part != 1:
         rotary = f"rotary over {family.rotary_part:.0%} of a head".replace("%", " %")
-    if family.rotary_interleaved:
+    if family.rotary_interleaved or family.latent:
         rotary += ", neighbouring dimensions together"
     rows = [
         ("Attention", "; ".join(filter(None, attention)) or "grouped heads"),
@@ -236,6 +251,8 @@ def _traits(family: Family) -> list[tuple[str, str]]:
     ]
     if family.expert_keys:
         router = "sigmoid with a frozen bias, in float32" if family.sigmoid_router else "softmax, in the model's dtype"
+        if family.expert_groups:
+            router += "; experts of the `topk_group` best of `n_group` groups"
         rows.append(("Router", router))
     return rows
 

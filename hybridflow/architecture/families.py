@@ -57,9 +57,16 @@ class Family:
     prediction_layers_missing: int = 1  # what a missing number of these means
     prediction_layers_at: str = ""  # what names of their tensors begin with; none: model.layers, behind the others
     shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
+    routed_scaling: float = 1.0  # what a missing routed_scaling_factor means
+    dense_layers_missing: int = 1  # what a missing `dense_layers_key` means
+    latent: bool = False  # keys and values are made of one narrow vector a token (MLA)
+    expert_groups: tuple[int, int] | None = None  # missing n_group, topk_group; None: experts are in no groups
+    router_in_dtype: bool = False  # the weight of a sigmoid router has the model's dtype; it computes in float32
+    block_fp8: bool = False  # published weights may be fp8 with a scale a block, and are read as bfloat16
     delta_nets: bool = False  # some layers are gated delta nets: layer_types says which
     output_gate: bool = False  # a sigmoid of a gate multiplies what a head of attention gives
     model_type: str = ""  # in config.json; none: the family's name
+    other_model_types: tuple[str, ...] = ()  # of other makers' models that are built alike
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
     has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
     shared_size_key: str = ""  # the size of an expert that every token goes through, times a sigmoid of a gate
@@ -87,6 +94,22 @@ QWEN35_RULES = (
     ConfigFieldRule("output_gate_type", ("silu", "swish"), "must be silu"),
     ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
 )
+
+LATENT_RULES = (
+    SILU,
+    NO_ATTENTION_BIAS,
+    ConfigFieldRule("index_topk", (None,), "sparse attention, which looks at a choice of the keys, is not supported"),
+    ConfigFieldRule("rope_interleave", (True, None), "vLLM turns neighbouring dimensions alone"),
+    ConfigFieldRule("topk_method", ("noaux_tc",), "the choice of experts must be by sigmoids with a bias"),
+    ConfigFieldRule("scoring_func", ("sigmoid",), "the choice of experts must be by sigmoids with a bias"),
+    ConfigFieldRule("moe_layer_freq", (1, None), "dense layers among layers of experts are not supported"),
+)
+# Of families that are near a known one: why a model of theirs is refused.
+REFUSED = {
+    "DeepseekV2ForCausalLM": "its router is a softmax over groups of experts, which is not supported",
+    "DeepseekV32ForCausalLM": "sparse attention, which looks at a choice of the keys, is not supported",
+    "GlmMoeDsaForCausalLM": "sparse attention, which looks at a choice of the keys, is not supported",
+}
 
 FAMILIES = {
     "Llama": Family(
@@ -243,5 +266,45 @@ FAMILIES = {
             ConfigFieldRule("n_group", (1, None), "experts in groups are not supported"),
             ConfigFieldRule("topk_group", (1, None), "experts in groups are not supported"),
         ),
+    ),
+    "Glm4MoeLite": Family(
+        "glm4_moe_lite",
+        ffn_key="moe_intermediate_size",
+        grouped=False,
+        kv_heads=20,
+        max_positions=202752,
+        routed_scaling=1.8,
+        expert_keys=("n_routed_experts", "num_local_experts"),
+        normalize_router=None,
+        normalize_missing=True,
+        sigmoid_router=True,
+        dense_layers_key="first_k_dense_replace",
+        shared_experts_key="n_shared_experts",
+        prediction_layers_key="num_nextn_predict_layers",
+        latent=True,
+        expert_groups=(1, 1),
+        rules=LATENT_RULES,
+    ),
+    "DeepseekV3": Family(
+        "deepseek_v3",
+        other_model_types=("kimi_k2",),
+        ffn_key="moe_intermediate_size",
+        grouped=False,
+        kv_heads=128,
+        max_positions=4096,
+        routed_scaling=2.5,
+        expert_keys=("n_routed_experts", "num_local_experts"),
+        normalize_router=None,
+        normalize_missing=True,
+        sigmoid_router=True,
+        router_in_dtype=True,
+        dense_layers_key="first_k_dense_replace",
+        dense_layers_missing=3,
+        shared_experts_key="n_shared_experts",
+        prediction_layers_key="num_nextn_predict_layers",
+        latent=True,
+        expert_groups=(8, 4),
+        block_fp8=True,
+        rules=LATENT_RULES,
     ),
 }

@@ -24,10 +24,11 @@ from torch import nn
 
 from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.models.attention import PackedAttention
+from hybridflow.models.attention import AttentionFunctions, PackedAttention
 from hybridflow.models.delta_net import DeltaNet
-from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
+from hybridflow.models.experts import MixtureOfExperts, NarrowSigmoidRouter, Router, SigmoidRouter
 from hybridflow.models.gated_attention import GatedSelfAttention
+from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import (
     attention_functions,
     delta_rule_function,
@@ -159,7 +160,8 @@ def _layer_spec(
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if kind.mlp == "experts":
-        router = SigmoidRouter if traits.sigmoid_router else Router
+        sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
+        router = sigmoid if traits.sigmoid_router else Router
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
     if kind.mixer == "delta_net":
@@ -169,6 +171,10 @@ def _layer_spec(
         parts.input_layernorm = norm
         parts.self_attention = ModuleSpec(DeltaNet, params={"sizes": spec.delta, "linear": linear, "rule": rule})
         return layer
+    if kind.mixer == "latent":
+        parts.input_layernorm = norm
+        parts.self_attention = _latent_attention(spec, config)
+        return layer
     assert isinstance(parts.self_attention, ModuleSpec)
     attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
     parts.self_attention.module = classes.self_attention
@@ -176,11 +182,28 @@ def _layer_spec(
         parts.self_attention.module = GatedSelfAttention
     if traits.zero_centered_norms and spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = ZeroCenteredHeadNorm
-    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
-    functions = attention_functions(config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend)
+    functions = _attention_functions(config, interleaved=traits.rotary_interleaved)
     core = ModuleSpec(PackedAttention, params={"functions": functions})
     attention.core_attention = core
     return layer
+
+
+def _latent_attention(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:
+    return ModuleSpec(
+        LatentAttention,
+        params={
+            "sizes": spec.latent,
+            "scale": spec.attention_scale,
+            "linear": linear_classes(engine=_has_engine_layers(spec)),
+            "norm": layer_classes().rms_norm,
+            "functions": _attention_functions(config, interleaved=True),
+        },
+    )
+
+
+def _attention_functions(config: TransformerConfig, *, interleaved: bool) -> AttentionFunctions:
+    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
+    return attention_functions(config.params_dtype, interleaved=interleaved, backend=backend)
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:

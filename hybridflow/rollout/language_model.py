@@ -1,9 +1,9 @@
 """What vLLM has to be told of the actor's model beside the directory."""
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
 from hybridflow.parallel.versions import replace_in
@@ -26,23 +26,33 @@ def leave_out_images(architecture: str) -> None:
 class LanguageModel:
     """architecture: HuggingFace's name of the language model. wrapped: what reads images lies beside it.
 
-    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence.
+    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence. latent: the layers have latent
+    attention. fields: what else of config.json vLLM reads otherwise.
     """
 
     architecture: str
     tied: bool
     wrapped: bool = False
     has_states: bool = False
+    latent: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "LanguageModel":
-        return cls(spec.language_model, spec.tied, spec.wrapped, spec.delta is not None)
+        return cls(
+            spec.language_model,
+            spec.tied,
+            spec.wrapped,
+            has_states=spec.delta is not None,
+            latent=spec.latent is not None,
+            fields=spec.engine_fields,
+        )
 
     @property
     def _overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
         """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
         if not self.wrapped:
-            return {"tie_word_embeddings": self.tied}
+            return {"tie_word_embeddings": self.tied, **self.fields}
         return self._of_text
 
     def _of_text(self, config: Any) -> Any:
@@ -58,8 +68,13 @@ class LanguageModel:
             device.prepare_states(self.architecture)
         return device
 
-    def arguments(self, *, prefix_caching: bool) -> dict[str, Any]:
-        """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none."""
-        states = {"mamba_ssm_cache_dtype": "float32"} if self.has_states else {}
+    def arguments(self, device: Literal["cuda", "cpu"], *, prefix_caching: bool) -> dict[str, Any]:
+        """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none.
+
+        Of vLLM's two kinds of latent attention on CPUs the one that is not taken packs a weight, and frees the weight.
+        """
+        more = {"mamba_ssm_cache_dtype": "float32"} if self.has_states else {}
+        if self.latent and device == "cpu":
+            more["attention_backend"] = "CPU_MLA"
         caching = prefix_caching and not self.has_states
-        return {"hf_overrides": self._overrides, "enable_prefix_caching": caching, **states}
+        return {"hf_overrides": self._overrides, "enable_prefix_caching": caching, **more}
