@@ -137,14 +137,18 @@ def test_no_more_is_received_than_by_the_papers(plan, path: Path) -> None:
 
 
 PARAMETERS = {  # as their publishers count them; those of OPT, which has no such count, are what its sizes give
+    "deepseek-v3": 671_026_419_200,  # but for the layer that guesses a further token, and with the routers' biases
     "glm-4-9b": 9_399_951_360,
     "glm-4.5-air": 106_852_251_264,
+    "glm-4.7-flash": 29_943_393_920,
+    "kimi-k2": 1_026_408_232_448,
     "llama-3-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.3-70b": 70_553_706_496,
     "mistral-7b": 7_241_732_096,
     "mistral-small-24b": 23_572_403_200,
     "mixtral-8x7b": 46_702_792_704,
+    "moonlight-16b-a3b": 15_960_110_208,
     "opt-1.3b": 1_315_758_080,
     "opt-6.7b": 6_658_473_984,
     "gemma-3-27b": 27_009_346_304,  # without what reads images

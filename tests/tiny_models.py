@@ -55,6 +55,23 @@ FAMILIES |= {
     ),
 }
 FAMILIES |= WINDOW_FAMILIES
+# vLLM's latent attention on CPUs knows vectors of 512 + 64 numbers alone
+LATENT = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 12},
+    **{"num_key_value_heads": 8, "head_dim": 64, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8},
+    "num_nextn_predict_layers": 0,
+}
+ROPE_DEEPSEEK = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+FAMILIES |= {
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": ROPE_DEEPSEEK}),
+    # as Moonlight: queries of the hidden state itself, one group, plain angles
+    "moonlight": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+}
 FAMILIES["qwen3_5_moe"] = (
     "Qwen3_5Moe",
     {
@@ -71,6 +88,7 @@ TEXT = {
 }  # prefixes that transformers has for configs, and for models that score
 SCORES = {
     "glm4_moe": "mixtral",
+    "glm4_moe_lite": "mixtral",
     "qwen3_5_moe": "mixtral",
 }  # of which transformers has no model that scores: another one does
 
@@ -209,7 +227,7 @@ def randomise(model: torch.nn.Module, std: float) -> None:
 EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
-    "glm4_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj"), "down_proj")),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("mlp", ("gate_proj", "up_proj"), "down_proj")),
 }
 

@@ -28,7 +28,7 @@ WINDOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "beta_slow": 1.0,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
+                "llama_4_scaling_beta": 0.1,
             },
         },
     ),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from docs.generator.markdown import code, listed, table
-from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.family import Family
 from hybridflow.architecture.spec import WRAPPER, read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
@@ -24,6 +25,7 @@ from hybridflow.placement.placed import place_either
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, SHAPES = Path("docs/models/layouts.yaml"), Path("configs/shapes")
 GIB = 1 << 30
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTH = 100  # of the lines of a command
 GPU_BYTES, SPARE_BYTES = 80 * 10**9, 8 * 10**9  # a GPU of 80 GB, and what no plan counts: CUDA, NCCL, graphs
 
@@ -125,6 +127,16 @@ LAYOUTS = {
         Layout("glm-4.5-air", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
         Layout("glm-4.5-air", 64, tp=8, pp=2, ep=8, engine_tp=8, recompute="full"),
     ),
+    "Glm4MoeLite": (
+        Layout("glm-4.7-flash", 1),
+        Layout("glm-4.7-flash", 8, tp=4, ep=4, engine_tp=4, recompute="full"),
+        Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4),
+    ),
+    "DeepseekV3": (
+        Layout("moonlight-16b-a3b", 1),
+        Layout("moonlight-16b-a3b", 8, tp=8, ep=8, engine_tp=8),
+        Layout("deepseek-v3", 64, tp=8, ep=8, engine_tp=8, recompute="full"),
+    ),
 }
 
 
@@ -207,7 +219,8 @@ def family_table(name: str) -> str:
     score = family.score_architecture or f"{name}ForSequenceClassification"
     wrapper = [family.wrapper or name + WRAPPER] if family.has_wrapper else []
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
-    rows += [("`config.json` must have", listed(family.required))]
+    latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
+    rows += [("`config.json` must have", listed([*family.required, *latent]))]
     rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
     return table(("What", "How"), [*rows, *_traits(family)])
 
@@ -237,11 +250,14 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         "RMSNorm over all heads of queries, and of keys" if family.wide_qk_norm else "",
         f"scores divided by the root of `{family.scale_key}`" if family.scale_key else "",
         _window(family) if family.has_window else "",
+        "latent (MLA): `kv_lora_rank` + `qk_rope_head_dim` numbers a token in the KV cache" if family.latent else "",
     ]
     rotary = "learned positions" if family.position_offset else "rotary"
+    if family.latent:
+        rotary += " over `qk_rope_head_dim` dimensions of a head"
     if family.rotary_part != 1:
         rotary = f"rotary over {family.rotary_part:.0%} of a head".replace("%", " %")
-    if family.rotary_interleaved:
+    if family.rotary_interleaved or family.latent:
         rotary += ", neighbouring dimensions together"
     if family.rope_by_layer:
         rotary += ", of other bases in layers with windows"
@@ -257,6 +273,8 @@ def _traits(family: Family) -> list[tuple[str, str]]:
     ]
     if family.expert_keys:
         router = "sigmoid with a frozen bias, in float32" if family.sigmoid_router else "softmax, in the model's dtype"
+        if family.expert_groups:
+            router += "; experts of the `topk_group` best of `n_group` groups"
         rows.append(("Router", router))
     return rows
 

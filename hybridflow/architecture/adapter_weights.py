@@ -3,6 +3,7 @@
     weight                        A                                        B
     rows cut (QKV, GATED, ROWS)   whole: a part's below that before        cut as the weight's rows
     columns cut (COLUMNS)         cut as the weight's columns              whole
+    not cut (REPLICATED)          whole                                    whole
 
 So the splits that weights have serve adapters too, in training, in the engine and in checkpoints. Where a weight is of
 several linear layers and some of these have no adapter, A and B are zero there: so are their gradients, for ever.
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from hybridflow.architecture.latent_weights import ABSORBED, WHOLE
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
@@ -20,18 +22,20 @@ from hybridflow.architecture.weight import Shape, Shapes, Weight
 WEIGHT, A, B = ".weight", ".lora_a", ".lora_b"
 HF = {A: ".lora_A.weight", B: ".lora_B.weight"}  # PEFT's names, behind that of the module
 ROW_SPLITS = (Split.QKV, Split.GATED, Split.ROWS, Split.PARTS)
-NO_MATRICES = (".conv1d.weight", "_layernorm.weight")  # the second is of the norms over all heads
+CONVOLUTION = ".conv1d.weight"  # no matrix
+WIDE_NORM = "_layernorm.weight"  # of norms over all heads
+WITHOUT = (CONVOLUTION, ABSORBED, WIDE_NORM)
 
 
 def is_linear(weight: Weight) -> bool:
     """Whether this is the matrix of one or more linear layers that may have adapters: not an expert's, not a router."""
-    cut = weight.split in (*ROW_SPLITS, Split.COLUMNS)
+    cut = weight.split in (*ROW_SPLITS, Split.COLUMNS) or weight.megatron.endswith(WHOLE)
     return (
         cut
         and not weight.experts
         and weight.megatron.startswith("decoder.layers.")
         and weight.megatron.endswith(WEIGHT)
-        and not weight.megatron.endswith(NO_MATRICES)
+        and not weight.megatron.endswith(WITHOUT)
     )
 
 

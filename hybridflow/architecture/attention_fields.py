@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.architecture.families import Family
+from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import Mixer
 from hybridflow.architecture.rope import ORIGINAL, QueryGrowth, Refuse, Rope, is_number, read_rope, rope_object
 
@@ -33,7 +33,7 @@ class AttentionFields:
             "rope": rope,
             "window_rope": window_rope if "window" in mixers and window_rope != rope else (),
             "query_growth": self._query_growth(rope) if self.family.query_growth else None,
-            "attention_scale": self.size(key, self.family.scale_missing) ** -0.5 if key else None,
+            "given_scale": self.size(key, self.family.scale_missing) ** -0.5 if key else None,
         }
 
     def _mixers(self) -> tuple[Mixer, ...]:

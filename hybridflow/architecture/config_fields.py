@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.architecture.attention_fields import AttentionFields
-from hybridflow.architecture.families import Family
+from hybridflow.architecture.family import Family
+from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
 from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.architecture.rope import is_number, rope_object
 from hybridflow.architecture.tied_head import has_own_head
@@ -71,10 +72,15 @@ class ConfigFields:
         self._refuse(
             "num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide num_attention_heads = {heads}"
         )
+        if family.latent:
+            check_rope(dict(attention["rope"]), self._refuse)
+            found |= read_latent(raw, family, self._size, self._refuse)
+            found["block_fp8"] = is_block_fp8(raw, family)
         self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
         kind = raw.get("model_type")  # transformers and vLLM go by it
         must = family.model_type or family.name
-        self._refuse("model_type", kind, kind != must, f"must be {must!r} for this architecture")
+        other = kind not in (must, *family.other_model_types)
+        self._refuse("model_type", kind, other, f"must be {must!r} for this architecture")
         return found
 
     def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
@@ -99,7 +105,8 @@ class ConfigFields:
     def _check_rules(self) -> None:
         raw = self._raw
         quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
-        self._refuse("quantization_config", "...", quantised, "quantised weights")
+        unread = quantised and not is_block_fp8(raw, self._family)
+        self._refuse("quantization_config", "...", unread, "quantised weights")
         for rule in self._family.rules:
             value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
@@ -135,11 +142,12 @@ class ConfigFields:
         if normalize is None:
             normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
         found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        found |= read_groups(self._raw, self._family, num_experts, chosen, self._refuse)
         return found | self._dense_layers() | self._shared_experts() | self._scaling()
 
     def _dense_layers(self) -> dict[str, Any]:
         key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
-        count = self._raw.get(key, 1) if key else 0
+        count = dense_layers(self._raw, self._family, self._refuse) if key else 0
         wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
         self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
         return (
@@ -163,7 +171,7 @@ class ConfigFields:
     def _scaling(self) -> dict[str, Any]:
         if not self._family.sigmoid_router:
             return {}
-        factor = self._raw.get("routed_scaling_factor", 1.0)
+        factor = self._raw.get("routed_scaling_factor", self._family.routed_scaling)
         self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
         return {"routed_scaling": float(factor)}
 

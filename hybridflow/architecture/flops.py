@@ -5,7 +5,7 @@
 A pair is a query with a key that causal attention looks at: length^2 / 2 of a row. A gated delta net reads and updates
 a state of dk x dv a head in place of pairs: 6 heads dk dv a token. An update takes three times a
 forward pass. These are the model's operations: what is computed again, or left out as prompts that rows share, changes
-no count.
+no count. Latent attention has 2 heads (size of q + size of v) of each pair, though kernels take v for as wide as q.
 """
 
 from collections import Counter
@@ -54,8 +54,21 @@ def mixer_products(spec: ModelSpec, mixer: Mixer, *, tp: int = 1) -> list[tuple[
         assert spec.delta is not None, f"{spec.family} has no gated delta nets"
         into = 2 * (spec.delta.keys + spec.delta.values + spec.delta.value_heads)
         return [(hidden, into / tp), (spec.delta.values / tp, hidden)]
+    if mixer == "latent":
+        return _latent_products(spec, tp=tp)
     q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
     return [(hidden, (spec.num_query_blocks * spec.head_dim + 2 * kv) / tp), (q / tp, hidden)]
+
+
+def _latent_products(spec: ModelSpec, *, tp: int) -> list[tuple[float, float]]:
+    assert spec.latent is not None, f"{spec.family} has no latent attention"
+    hidden, sizes, heads = float(spec.hidden_size), spec.latent, spec.num_heads / tp
+    return [
+        (hidden, float(sizes.narrow)),  # whole on every rank
+        (float(sizes.query_rank or hidden), heads * sizes.head_dim),
+        (float(sizes.key_rank), heads * (sizes.plain_dim + sizes.value_dim)),
+        (heads * sizes.value_dim, hidden),
+    ]
 
 
 def mixing_flops(spec: ModelSpec, mixer: Mixer, *, pairs: float, tokens: float) -> float:
@@ -65,6 +78,9 @@ def mixing_flops(spec: ModelSpec, mixer: Mixer, *, pairs: float, tokens: float) 
         return 6 * tokens * spec.delta.values * spec.delta.key_dim
     if mixer == "window":
         pairs = min(pairs, tokens * (spec.sliding_window or 0))  # the first tokens of a sequence reach fewer
+    if mixer == "latent":
+        assert spec.latent is not None, f"{spec.family} has no latent attention"
+        return 2 * pairs * spec.num_heads * (spec.head_dim + spec.latent.value_dim)
     return 4 * pairs * spec.num_heads * spec.head_dim
 
 

@@ -14,6 +14,7 @@ from hybridflow.architecture.config_fields import WRAPPED
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import layer_weights
+from hybridflow.formats.block_fp8 import BlockFp8Directory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 
 GATE_UP, DOWN, ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
@@ -25,7 +26,7 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
 
     Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
     """
-    directory = SafetensorsDirectory(path)
+    directory = BlockFp8Directory(path) if spec.block_fp8 else SafetensorsDirectory(path)
     for beginning in WRAPPED:
         directory.rename(beginning, "model.")
     directory.rename("language_model.lm_head.", "lm_head.")

@@ -42,3 +42,28 @@ class DeltaSizes(NamedTuple):
     def runs(self) -> tuple[int, int, int]:
         """Rows of queries, keys and values, which are each cut by heads."""
         return self.keys, self.keys, self.values
+
+
+class LatentSizes(NamedTuple):
+    """Of latent attention (MLA): queries, and keys with values, are made of one narrow vector a token each."""
+
+    query_rank: int | None  # of the vector that queries are made of; None: of the hidden state itself
+    key_rank: int  # of the vector that keys and values of all heads are made of
+    plain_dim: int  # of a head's query and key, what does not turn
+    rotary_dim: int  # what turns; of the key it is the same for all heads
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query and a key."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def narrow(self) -> int:
+        """Of the vectors that queries, keys and values are made of, and the key that turns."""
+        return (self.query_rank or 0) + self.cached
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token that an engine keeps in a layer, on every tensor-parallel rank."""
+        return self.key_rank + self.rotary_dim

@@ -3,12 +3,15 @@
 angles = position x frequencies; queries and keys turn by factor x (cos, sin) of them, as `models.attention` does it.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+from hybridflow.formats.json_text import parse_json
 
 ORIGINAL = "original_max_position_embeddings"
 KINDS = {  # of rotary scaling -> the numbers that each needs
@@ -100,10 +103,9 @@ def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) ->
 
     layers: whose, by the word of layer_types, where not all layers turn alike.
     """
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    config = _config_of(path).get_text_config()
     rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -115,6 +117,26 @@ def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) ->
     if layers is not None:
         return Rotary(*compute(config, "cpu", layer_type=layers))
     return Rotary(*compute(config, "cpu"))
+
+
+def _config_of(path: Path) -> Any:
+    """transformers' reading of config.json, also of a model type that transformers has under another name alone."""
+    from transformers import AutoConfig, DeepseekV3Config
+
+    raw = parse_json((path / "config.json").read_bytes(), f"{path}: ")
+    if raw.get("model_type") == "kimi_k2":
+        return DeepseekV3Config.from_dict(raw | {"model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def attention_scale(rope: Rope, head_dim: int) -> float:
+    """head_dim^-1/2, times the square of YaRN's factor for all dimensions, as DeepSeek-V3 has it."""
+    fields = dict(rope)
+    scale, all_dim = float(head_dim**-0.5), fields.get("mscale_all_dim")
+    if fields["rope_type"] != "yarn" or not all_dim or fields["factor"] <= 1:
+        return scale
+    of_yarn: float = 0.1 * all_dim * math.log(fields["factor"]) + 1
+    return scale * of_yarn**2
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

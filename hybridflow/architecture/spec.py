@@ -13,10 +13,12 @@ from typing import Any, Literal
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.attention_fields import FULL, SLIDING
 from hybridflow.architecture.config_fields import ConfigFields
-from hybridflow.architecture.families import FAMILIES, REFUSED, Family
-from hybridflow.architecture.layer_kinds import DeltaSizes, LayerKind, Mixer, Mlp
+from hybridflow.architecture.families import FAMILIES, REFUSED
+from hybridflow.architecture.family import Family
+from hybridflow.architecture.latent_fields import told_to_engines
+from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
-from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, num_angles, rotary
+from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 
@@ -64,6 +66,7 @@ class ModelSpec:
     wrapped: bool = False  # what reads images lies beside the language model, and is left out
     mixers: tuple[Mixer, ...] = ()  # of each layer; (): all attention
     delta: DeltaSizes | None = None  # of the layers that are gated delta nets
+    latent: LatentSizes | None = None  # of a model whose layers are all of latent attention
     num_experts: int = 0  # 0: one dense MLP
     num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
@@ -71,10 +74,13 @@ class ModelSpec:
     shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside the chosen ones; 0: none
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     routed_scaling: float = 1.0  # what those weights are multiplied with
+    expert_groups: int = 1  # of experts; a token's are of the `chosen_groups` best
+    chosen_groups: int = 1
+    block_fp8: bool = False  # the files have fp8 with a scale a block, which is read as bfloat16
     qk_norm_given: bool | None = None  # None: as the family
     num_prediction_layers: int = 0  # behind the others; their weights are neither read nor written
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
-    attention_scale: float | None = None  # what scores are multiplied with; None: head_dim ** -0.5
+    given_scale: float | None = None  # what scores are multiplied with; None: head_dim ** -0.5
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
     query_growth: QueryGrowth | None = None
     window_rope: Rope = field(default=(), compare=False)  # of layers with windows, where another
@@ -232,6 +238,21 @@ class ModelSpec:
                 f"{actor.vocab_size}: all models of a run read the actor's token ids"
             )
 
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        own = attention_scale(self.rope, self.head_dim) if self.latent is not None else self.head_dim**-0.5
+        return self.given_scale or own
+
+    @property
+    def engine_fields(self) -> dict[str, Any]:
+        """What of config.json an engine reads otherwise: what transformers 5 leaves out, what we have changed."""
+        found = told_to_engines(self.traits, self.num_dense_layers)
+        if self.traits.router_in_dtype:
+            found["moe_router_dtype"] = "float32"  # as transformers and the trainer compute the router's logits
+        found |= engines_growth(self.query_growth)
+        return found | ({"quantization_config": None} if self.block_fp8 else {})
+
     def rotary(self) -> Rotary | None:
         """What queries and keys are turned by; None where positions are learned."""
         if self.traits.position_offset:
@@ -306,6 +327,8 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
     fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
+    fewer |= told_to_engines(spec.traits, spec.num_dense_layers)
+    fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     fewer |= engines_growth(spec.query_growth)
     if head == spec.head:

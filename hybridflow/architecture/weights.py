@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.adapter_weights import adapter_weights
+from hybridflow.architecture.latent_weights import latent_attention
 from hybridflow.architecture.layer_kinds import DENSE, EXPERTS, UNTURNED, WINDOW, DeltaSizes, LayerKind, Mlp
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
@@ -347,6 +348,8 @@ OPT_ENDS = {
         for kind in ("weight", "bias")
     ),
 }
+UNFUSED_NORM = replace(INPUT_NORM, stored="")  # two linear layers read what the norm gives
+LATENT_DENSE, LATENT_EXPERTS = LayerKind("latent"), LayerKind("latent", "experts")  # `table_of` adds the attention
 LLAMA_LAYER = (*ATTENTION, MLP_NORM, GATE_AND_UP, DOWN)
 NORMS_BEHIND = (  # models.norms_behind has them
     _layer("post_attention_layernorm.weight", "post_attention_layernorm.weight", *VECTOR),
@@ -436,6 +439,25 @@ TABLES = {
         },
         **ENDS,
     ),
+    "glm4_moe_lite": Table(
+        layers={
+            LATENT_EXPERTS: (UNFUSED_NORM, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
+            LATENT_DENSE: (UNFUSED_NORM, MLP_NORM, *DENSE_MLP),
+        },
+        **ENDS,
+    ),
+    "deepseek_v3": Table(
+        layers={
+            LATENT_EXPERTS: (
+                UNFUSED_NORM,
+                ROUTER_NORM,
+                *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+                ROUTER_BIAS,
+            ),
+            LATENT_DENSE: (UNFUSED_NORM, MLP_NORM, *DENSE_MLP),
+        },
+        **ENDS,
+    ),
 }
 
 # Transformer Engine fuses the norms into the linear layers that follow them.
@@ -451,6 +473,9 @@ def table_of(spec: ModelSpec) -> Table:
     if spec.post_norm:
         assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
         table = replace(table, layers={DENSE: OPT_POST_NORM_LAYER}, final=())
+    if spec.latent is not None:
+        attention = latent_attention(spec.latent)
+        table = replace(table, layers={kind: (*attention, *layer) for kind, layer in table.layers.items()})
     if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
         table = replace(table, layers={kind: (*layer, *QK_NORM) for kind, layer in table.layers.items()})
     if spec.shared_ffn_hidden_size:

@@ -21,6 +21,7 @@ from hybridflow.convert.processes import ALONE, Processes
 from hybridflow.convert.progress import ByteProgress, say
 from hybridflow.convert.survey import Survey, kind_of, open_survey
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import ALL, TensorInfo
 
@@ -91,7 +92,8 @@ def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> Conve
         infos.pop(LM_HEAD.hf[0], None)
     weights = [weight for weight in model_weights(spec, head or "score") if head or weight is not VALUE_HEAD]
     chunks = make_chunks(weights, spec, files, infos)
-    notes = [*(f"dropped: {line}" for line in survey.dropped_lines()), *_head_notes(spec, head, new_head)]
+    narrow = [READ_AS_BFLOAT16] * spec.block_fp8
+    notes = [*narrow, *(f"dropped: {line}" for line in survey.dropped_lines()), *_head_notes(spec, head, new_head)]
     return ConversionPlan(len(infos), tuple(chunks), tuple(notes), config_changes(spec, head))
 
 

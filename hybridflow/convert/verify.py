@@ -52,7 +52,9 @@ def huggingface_first(one: Path, other: Path) -> tuple[Path, Path]:
 
 def _of_specs(one: Survey, other: Survey) -> list[str]:
     """What config.json says of the model; not what it says of generation, or of the software that wrote it."""
-    compared = [field for field in fields(ModelSpec) if field.name not in ("path", "num_prediction_layers")]
+    compared = [
+        field for field in fields(ModelSpec) if field.name not in ("path", "num_prediction_layers", "block_fp8")
+    ]
     return [
         f"config.json: {field.name} is {a!r} and {b!r}"
         for field in compared

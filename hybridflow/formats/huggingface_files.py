@@ -149,7 +149,7 @@ def write_config(
 ) -> None:
     """TARGET/config.json: that of the directory `source` with `changes` and, where it is given, the weights' dtype.
 
-    section: the part of the file that describes the model; None: all of it.
+    section: the part of the file that describes the model; None: all of it. A change to None takes the field out.
 
     auto_map, which names the code that `copy_companions` copies only where it is trusted, goes with that code.
     """
@@ -163,7 +163,8 @@ def write_config(
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config | dict(changes), indent=2) + "\n")
+    changed = {key: value for key, value in (config | dict(changes)).items() if key not in changes or value is not None}
+    (target / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def add_end_tokens(directory: Path, ids: Sequence[int]) -> None:

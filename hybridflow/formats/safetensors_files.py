@@ -124,12 +124,16 @@ class SafetensorsDirectory:
 
 def read_entry(entry: HeaderEntry, name: str, shape: Shape, rows: slice, columns: slice) -> Tensor:
     """Rows (dim 0) and columns (dim 1) of a tensor, whose full shape must be `shape`, as fresh memory."""
+    check_readable(entry.file, name, entry.info, shape)
+    return read_part(entry, *box_of(shape, rows, columns))
+
+
+def read_part(entry: HeaderEntry, offset: Shape, size: Shape) -> Tensor:
+    """A box of a tensor, as `box_of` gives it, of any dtype."""
     file, start, info = entry
-    check_readable(file, name, info, shape)
-    offset, size = box_of(shape, rows, columns)
     out = torch.empty(size, dtype=info.dtype)
     with opened(file) as fd:
-        read_box(fd, file, start, shape, offset, out=out)
+        read_box(fd, file, start, info.shape, offset, out=out)
     return out
 
 

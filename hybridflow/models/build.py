@@ -27,7 +27,9 @@ from hybridflow.models.attention import (
     PackedAttention,
 )
 from hybridflow.models.delta_net import DeltaNet
+from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.experts import MixtureOfExperts
+from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import KeepsFloat32, mark
@@ -81,6 +83,7 @@ class PackedModel(LanguageModule):
                 take_engines_experts(layer, index)
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
+                layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
                 if layout.replicas_per_expert_copy > 1:
                     _share_experts(layer.mlp, config, grid)
         for module in self.modules():
@@ -222,7 +225,7 @@ def _on_device(rotary: Rotary | None) -> Rotary | None:
 
 
 def _knows_packing(mixer: nn.Module) -> bool:
-    if isinstance(mixer, DeltaNet):
+    if isinstance(mixer, DeltaNet | LatentAttention):
         return True
     return isinstance(mixer, GroupedSelfAttention) and isinstance(mixer.core_attention, PackedAttention)
 

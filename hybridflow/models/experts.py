@@ -29,6 +29,7 @@ from torch.nn.functional import grouped_mm, linear, softmax
 from torch.nn.utils import skip_init
 
 from hybridflow.models.expert_dispatch import dispatch_and_combine
+from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.layers import Function
 from hybridflow.models.routing import Replay, RoutingMismatch, replayed
 from hybridflow.parallel.layout import Place
@@ -40,6 +41,7 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
+        self.groups = ExpertGroups()
         self.replay: Replay = replayed  # of the router's choice and the engine's
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
@@ -60,10 +62,11 @@ class Router(nn.Module):
 
 
 class SigmoidRouter(Router):
-    """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16), without groups.
+    """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16).
 
-    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count; what they count is the score
-    alone, divided by their sum if so configured, times `scaling`. The bias is no parameter of the loss and stays.
+    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count, of the best groups alone
+    where there are groups. What they count is the score alone, divided by their sum if so configured, times `scaling`.
+    The bias is no parameter of the loss and stays.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -76,14 +79,26 @@ class SigmoidRouter(Router):
         self.float()
 
     def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores = linear(tokens.float(), self.weight).sigmoid()
-        chosen = (scores + self.expert_bias).topk(self._chosen).indices
+        scores = linear(tokens.float(), self.weight.float()).sigmoid()
+        chosen = self.groups.masked(scores + self.expert_bias).topk(self._chosen).indices
         if experts is not None:
             chosen = self.replay(chosen, experts)
         shares = scores.gather(1, chosen)
         if self.normalize:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return shares * self.scaling, chosen
+
+
+class NarrowSigmoidRouter(SigmoidRouter):
+    """Of DeepSeek-V3: the weight has the model's dtype, as in the engine, and the logits are computed in float32."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(self.weight.data.to(config.params_dtype))
+
+    def keep_float32(self) -> None:
+        """After a cast: the bias alone."""
+        self.expert_bias.data = self.expert_bias.data.float()
 
 
 class SharedExpert(nn.Module):

@@ -22,13 +22,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from hybridflow.architecture.families import Family
+from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import LayerKind, Mixer
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
+from hybridflow.models.attention import AttentionFunctions, GroupedSelfAttention, PackedAttention
 from hybridflow.models.delta_net import DeltaNet
-from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
+from hybridflow.models.experts import MixtureOfExperts, NarrowSigmoidRouter, Router, SigmoidRouter
 from hybridflow.models.gated_attention import GatedSelfAttention
+from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import (
     attention_functions,
     delta_rule_function,
@@ -87,7 +88,7 @@ def transformer_config(
         layernorm_zero_centered_gamma=traits.zero_centered_norms,
         attention_output_gate=traits.output_gate,
         rotary_interleaved=traits.rotary_interleaved,
-        softmax_scale=spec.attention_scale,
+        softmax_scale=spec.given_scale,
         **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -180,7 +181,8 @@ def _layer_spec(
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if kind.mlp == "experts":
-        router = SigmoidRouter if traits.sigmoid_router else Router
+        sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
+        router = sigmoid if traits.sigmoid_router else Router
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
     if kind.mixer == "delta_net":
@@ -189,6 +191,10 @@ def _layer_spec(
         rule = delta_rule_function(config.params_dtype)
         parts.input_layernorm = norm
         parts.self_attention = ModuleSpec(DeltaNet, params={"sizes": spec.delta, "linear": linear, "rule": rule})
+        return layer
+    if kind.mixer == "latent":
+        parts.input_layernorm = norm
+        parts.self_attention = _latent_attention(spec, config)
         return layer
     assert isinstance(parts.self_attention, ModuleSpec)
     attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
@@ -200,11 +206,8 @@ def _layer_spec(
     if traits.wide_qk_norm:
         attention.q_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_heads})
         attention.k_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_kv_heads})
-    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
     window = spec.sliding_window if kind.mixer == "window" else None
-    functions = attention_functions(
-        config.params_dtype, interleaved=traits.rotary_interleaved, backend=backend, window=window
-    )
+    functions = _attention_functions(config, interleaved=traits.rotary_interleaved, window=window)
     attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
     return layer
 
@@ -213,6 +216,26 @@ def _activation_class(traits: Family) -> type[nn.Module]:
     if traits.gelu:
         return GeGLU
     return layer_classes().swiglu if traits.gated else ReLU
+
+
+def _latent_attention(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:
+    return ModuleSpec(
+        LatentAttention,
+        params={
+            "sizes": spec.latent,
+            "scale": spec.attention_scale,
+            "linear": linear_classes(engine=_has_engine_layers(spec)),
+            "norm": layer_classes().rms_norm,
+            "functions": _attention_functions(config, interleaved=True),
+        },
+    )
+
+
+def _attention_functions(
+    config: TransformerConfig, *, interleaved: bool, window: int | None = None
+) -> AttentionFunctions:
+    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
+    return attention_functions(config.params_dtype, interleaved=interleaved, backend=backend, window=window)
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:

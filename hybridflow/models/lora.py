@@ -58,6 +58,7 @@ class Adapter:
     """The forward hook of a linear layer.
 
     parts: (rows of B, parts) ones and zeros, of which part each row is; None: there is one part.
+    whole: the layer is the same on all ranks, and reads and gives this rank's tokens.
     inside: the layer stands where others sum inputs' gradients, and outputs, over the ranks.
     """
 
@@ -66,6 +67,7 @@ class Adapter:
     parts: Tensor | None
     by_rows: bool
     inside: bool
+    whole: bool
     sequence_parallel: bool
     group: ProcessGroup
 
@@ -92,7 +94,7 @@ class Adapter:
             copied = copy_to_tensor_model_parallel_region(whole, group=group)
             a, b = (copied, b) if self.by_rows else (a, copied)
         h = linear(x, a) * self.scale
-        if not self.inside:
+        if not self.inside and not self.whole:
             h = self._exchanged(h)
         if self.parts is not None:  # each row reads the outputs of that part's A alone
             b = (b[:, None] * self.parts[:, :, None].to(b)).flatten(1)
@@ -149,6 +151,7 @@ def _adapt(module: nn.Module, adapter: tuple[Weight, ...], choice: AdapterChoice
         parts=_parts(b, spec, grid, device=like.device),
         by_rows=by_rows,
         inside=plain,
+        whole=a.split is Split.REPLICATED and b.split is Split.REPLICATED,
         sequence_parallel=sequence_parallel,
         group=grid.groups.tp,
     )

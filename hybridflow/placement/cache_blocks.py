@@ -56,7 +56,12 @@ def cache_blocks(spec: ModelSpec, stages: Stages, *, tp: int, itemsize: int, lea
 
 
 def token_bytes(spec: ModelSpec, *, tp: int, itemsize: int) -> int:
-    """Keys and values of a token in a layer, on a tensor-parallel rank."""
+    """Keys and values of a token in a layer, on a tensor-parallel rank.
+
+    Of latent attention these are made of one vector for all heads, whole on every rank.
+    """
+    if spec.latent is not None:
+        return spec.latent.cached * itemsize
     return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim * itemsize
 
 

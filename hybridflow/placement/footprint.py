@@ -22,6 +22,7 @@ from hybridflow.architecture.weights import embedding, head_weights, is_trained,
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
+from hybridflow.placement.latent import latent_bytes
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -165,7 +166,7 @@ def layer_bytes(
         full       b h / sp: the layer runs again from the input
         adapters   2 b A's outputs more, which column-parallel layers gather, but for full
         gates      2 q more of the gate and of what it gives, and the sigmoid in float32, but for full
-        delta nets in place of q and k: `delta_net_bytes`
+        delta nets in place of q and k: `delta_net_bytes`; latent attention: `latent.latent_bytes`
     """
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
     width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind.mlp)
@@ -174,8 +175,12 @@ def layer_bytes(
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     adapters = 2 * adapter_columns(spec, kind)
-    mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
-    own = mixing(spec, recompute=recompute, itemsize=itemsize) / tp
+    if kind.mixer == "latent":
+        by_heads, narrow = latent_bytes(spec, recompute=recompute, itemsize=itemsize)
+        own = by_heads / tp + narrow / sp
+    else:
+        mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
+        own = mixing(spec, recompute=recompute, itemsize=itemsize) / tp
     norms = 6 if spec.traits.norms == "around" else 4
     return itemsize * (norms * spec.hidden_size / sp + width / tp + adapters) + own
 

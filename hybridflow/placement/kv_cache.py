@@ -14,6 +14,7 @@ SOME_SEQUENCES = 8  # at a time, of a replica that is of use
 # of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
 # whose default is 128 there; on CUDA the default
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+LATENT_BLOCK_TOKENS = {"cpu": 16, "cuda": 64}  # of latent attention: the only one there; the most that a GPU's have
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def size_kv_cache(
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
-    least_tokens = BLOCK_TOKENS["cuda" if cuda else "cpu"]
+    least_tokens = tokens_of_block(spec, cuda=cuda)
     blocks = cache_blocks(spec, stages, tp=rollout.tp, itemsize=itemsize, least_tokens=least_tokens)
     own_blocks = 2 if spec.sliding_window else 1
     blocks_of_one = blocks.of_sequence(length)
@@ -92,10 +93,18 @@ def _words(spec: ModelSpec, blocks: CacheBlocks, stages: Stages, rollout: Rollou
         of_states = f"a sequence has {blocks.states} for states, and one for every {blocks.tokens} tokens"
         return f"{blocks.size:,} bytes ({of_states})"
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
+    if spec.latent is not None:
+        vector = f"(kv_lora_rank {spec.latent.key_rank} + qk_rope_head_dim {spec.latent.rotary_dim})"
+        return f"{blocks.tokens} tokens x {num_layers} layers x {vector} x {itemsize} bytes"
     return (
         f"{blocks.tokens} tokens x 2 (keys and values) x {num_layers} layers x {num_heads} key/value heads x head_dim "
         f"{spec.head_dim} x {itemsize} bytes"
     )
+
+
+def tokens_of_block(spec: ModelSpec, *, cuda: bool) -> int:
+    known = BLOCK_TOKENS if spec.latent is None else LATENT_BLOCK_TOKENS
+    return known["cuda" if cuda else "cpu"]
 
 
 def gib_of(num_bytes: int) -> str:

@@ -24,6 +24,7 @@ from hybridflow.config import (
 )
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
@@ -214,15 +215,19 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
 
 
 def left_out(config: RunConfig) -> list[str]:
-    """What is in the models' directories and is not loaded, a line each. Errors: CheckpointError as `read_spec`."""
+    """What is in the models' directories and is not loaded, or not as it is there, a line each.
+
+    Errors: CheckpointError as `read_spec`.
+    """
     specs = {name: read_spec(role.model) for name, role in config.roles().items()}
+    narrow = [f"{name}.model: {READ_AS_BFLOAT16}" for name, spec in specs.items() if spec.block_fp8]
     images = [
         f"{name}.model: what reads images is left out: the language model alone is trained, and exported as a model "
         "of its own"
         for name, spec in specs.items()
         if spec.wrapped
     ]
-    return images + [
+    return [*narrow, *images] + [
         f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
         f"are left out: they guess further tokens, and are neither trained nor exported"
         for name, spec in specs.items()

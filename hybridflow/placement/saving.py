@@ -39,6 +39,8 @@ REGISTERED = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("self_attention.A_log", "self_attention.dt_bias", "self_attention.in_proj_qkvz", "self_attention.in_proj_ba"),
     *("self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj"),
+    *("self_attention.linear_kv_a", "self_attention.q_a_layernorm", "self_attention.linear_q"),
+    *("self_attention.kv_a_layernorm", "self_attention.linear_kv_b"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp"),
     *("post_attention_layernorm", "post_mlp_layernorm"),
 )
@@ -92,7 +94,7 @@ class _Stage:
                 continue
             copy = self.model.layout.copy_index(weight.group, at)
             own = self._sizes[weight] if i in self._dealt[weight.group][copy] else 0
-            state = self._shares[weight][copy] if self._zero1 else own
+            state = 0 if _is_constant(weight) else self._shares[weight][copy] if self._zero1 else own
             dtype = "float32" if weight.float32 else self.model.config.dtype
             total += ITEM_BYTES[dtype] * own + self._state_bytes(dtype) * state
         return total
@@ -185,7 +187,12 @@ class _Stage:
             if self._is_last and i == len(chunks) - 1:
                 weights += [*table.final, *head_weights(spec, self.model.head)]
                 weights += [] if self._copy is None else [self._copy]
-            yield [weight for weight in weights if is_trained(weight, spec)]
+            yield [weight for weight in weights if is_trained(weight, spec) and not _is_constant(weight)]
+
+
+def _is_constant(weight: Weight) -> bool:
+    """A router's bias, which no step changes and of which no optimizer has a state."""
+    return weight.megatron.endswith("router.expert_bias")
 
 
 def _registered_at(weight: Weight) -> int:

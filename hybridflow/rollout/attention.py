@@ -9,6 +9,7 @@ from hybridflow.errors import ConfigError
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's kernel on CPUs is written for
 MOST_OF_FLASH, LEAST_OF_TRITON = 256, 32  # sizes of a head; flash attention takes multiples of 8
+LATENT_SIZES = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 HALF_PRECISION_ONLY = ("FLASH_ATTN", "FLASHINFER")
 CUDA_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 BLACKWELL_ORDER = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN")
@@ -24,6 +25,8 @@ def engine_attention(capability: tuple[int, int] | None, dtype: str) -> str:
 
 def check_head_size(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
     """Errors: ConfigError where no attention of the engine takes the heads of the actor's model."""
+    if spec.latent is not None:
+        return _check_latent(spec, dtype, cuda=cuda)
     size = spec.head_dim
     if cuda:
         flash = dtype != "float32" and size % 8 == 0 and size <= MOST_OF_FLASH
@@ -36,4 +39,18 @@ def check_head_size(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
         raise ConfigError(
             f"actor.model: {spec.path} has heads of {size} (head_dim). vLLM generates on {where} with heads {which} "
             f"alone{hint}"
+        )
+
+
+def _check_latent(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
+    assert spec.latent is not None, f"{spec.family} has no latent attention"
+    sizes = spec.latent
+    if (sizes.key_rank, sizes.rotary_dim) != LATENT_SIZES:
+        raise ConfigError(
+            f"actor.model: {spec.path} has kv_lora_rank {sizes.key_rank} and qk_rope_head_dim {sizes.rotary_dim}. "
+            f"vLLM's latent attention has kernels for {LATENT_SIZES[0]} and {LATENT_SIZES[1]} alone"
+        )
+    if cuda and dtype == "float32":
+        raise ConfigError(
+            f"actor.dtype = float32: vLLM's latent attention on GPUs, which {spec.path} needs, knows 16 bits alone"
         )

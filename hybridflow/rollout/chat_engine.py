@@ -27,7 +27,7 @@ class ChatEngine:
         cpu, arguments = device.kind == "cpu", dict[str, Any]()
         if language_model is not None and language_model.has_states:
             language_model.prepared(device)
-            arguments = language_model.arguments(prefix_caching=True)
+            arguments = language_model.arguments(device.kind, prefix_caching=True)
             if language_model.wrapped:
                 leave_out_images(language_model.architecture)
         self._llm = vllm.LLM(

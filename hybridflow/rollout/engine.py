@@ -124,7 +124,7 @@ class RolloutEngine:
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
-                **language_model.arguments(prefix_caching=config.enable_prefix_caching),
+                **language_model.arguments(device.kind, prefix_caching=config.enable_prefix_caching),
                 **config.engine_arguments.given(),
             )
         self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started

@@ -6,6 +6,7 @@ until they are pointed at the trainer's once more.
 
 The names asked for are those of the weight table for the layers of a rank's stage; with tied embeddings the last stage
 asks for the embedding by that name or as lm_head.weight. Layers have their number in the model, not in the stage.
+What vLLM derives of a weight as a view (`DERIVED`) follows the weight, and nobody is asked for it.
 Memory need not be contiguous: the columns that a rank has of o_proj and down_proj may be a view of a wider weight.
 vLLM's compiled code is for weights of certain strides, so the key by which it is kept on disk has to know ours.
 """
@@ -28,6 +29,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from hybridflow.architecture.latent_weights import DERIVED, NORM_EPS, NORMS
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import check_version, replace_in
 from hybridflow.rollout.adapted_layers import add_adapters
@@ -60,6 +62,7 @@ class AliasLoader(BaseModelLoader):
                 model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 if self._adapters is not None:
                     add_adapters(model, self._adapters)
+            _set_latent_norms(model)
             self.load_weights(model, model_config)
             process_weights_after_loading(model, model_config, device)
             _check_experts(model)
@@ -71,7 +74,7 @@ class AliasLoader(BaseModelLoader):
         seen: set[nn.Parameter] = set()  # a router's bias is a parameter of the experts too
         for prefix, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if parameter not in seen:
+                if parameter not in seen and leaf not in DERIVED:
                     seen.add(parameter)
                     self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
 
@@ -87,6 +90,13 @@ class AliasLoader(BaseModelLoader):
             setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         else:
             parameter.data = memory
+
+
+def _set_latent_norms(model: nn.Module) -> None:
+    """vLLM 0.32.0 takes rms_norm_eps for the norms within latent attention, transformers and the trainer 1e-6."""
+    for name, module in model.named_modules():
+        if name.endswith(NORMS):
+            vars(module)["variance_epsilon"] = NORM_EPS
 
 
 def tell_compile_cache(vllm_config: VllmConfig, model: nn.Module, adapters: EngineAdapters | None = None) -> None:

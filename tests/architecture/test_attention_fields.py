@@ -11,8 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from hybridflow.architecture.rope import QueryGrowth
 from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.errors import CheckpointError, ConfigError, UserError
-from hybridflow.rollout.language_model import LanguageModel, leave_out_images
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.rollout.language_model import LanguageModel
 
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8},
@@ -98,17 +98,12 @@ def test_sequences_may_be_longer_than_a_window_that_is_one(tmp_path: Path) -> No
 def test_growth_of_queries_goes_to_the_engine_under_its_name(tmp_path: Path) -> None:
     spec = read(tmp_path, OTHERS["ministral3"])
     assert spec.query_growth == QueryGrowth(0.1, 64)
-    overrides = LanguageModel.of(spec).arguments(prefix_caching=True)["hf_overrides"]
+    overrides = LanguageModel.of(spec).arguments("cpu", prefix_caching=True)["hf_overrides"]
     assert overrides["llama_4_scaling"] == {"original_max_position_embeddings": 64, "beta": 0.1}
     with pytest.raises(CheckpointError, match="llama_4_scaling_beta = None is not supported"):
         read(tmp_path, OTHERS["ministral3"], rope_parameters=YARN)
     with pytest.raises(CheckpointError, match="rope_parameters = None is not supported: must be given"):
         read(tmp_path, OTHERS["ministral3"], rope_parameters=None)
-
-
-def test_vllms_own_loader_is_not_asked_for_part_of_a_wrapper() -> None:
-    with pytest.raises(UserError, match="Gemma3ForCausalLM: what reads images lies beside the language model"):
-        leave_out_images("Gemma3ForCausalLM")
 
 
 def test_ranks_cannot_share_a_norm_over_all_heads_further_than_its_heads(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def complete(family: str, **changes: Any) -> dict[str, Any]:
     of_family = (
         {"word_embed_proj_dim": 512} if prefix == "OPT" else {**LLAMA_SIZES, "num_key_value_heads": 16, "head_dim": 16}
     )
+    if "kv_lora_rank" in extra:
+        extra = extra | {"num_key_value_heads": SIZES["num_attention_heads"]}
     changes = copy.deepcopy(changes)  # transformers fills in what an inner object lacks
     given = {**SIZES, **POSITIONS, **of_family, **extra, **changes, "architectures": [f"{prefix}ForCausalLM"]}
     found: dict[str, Any] = json.loads(

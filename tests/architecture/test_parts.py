@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape, whole_parts, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
@@ -36,7 +37,8 @@ def tiny_spec(**changes: object) -> ModelSpec:
     )
     traits = next(each for each in FAMILIES.values() if each.name == changes.get("family", fields["family"]))
     experts = {"num_experts": 4, "experts_per_token": 2} if traits.expert_keys else {}
-    return ModelSpec(**{**fields, **experts, **changes})
+    latent = {"latent": LatentSizes(6, 7, 2, 2, value_dim=1), "mixers": ("latent",) * 2} if traits.latent else {}
+    return ModelSpec(**{**fields, **experts, **latent, **changes})
 
 
 @dataclass

@@ -17,6 +17,7 @@ MODELS = {
     "glm4_moe": ("glm4_moe", False),
     "qwen3_5": ("qwen3_5", False),
     "qwen3_5_moe": ("qwen3_5_moe", True),
+    "deepseek_v3": ("deepseek_v3", False),
 }
 
 
@@ -101,6 +102,8 @@ CASES = (
     Case("qwen3_5", "dp4", "tp4", dtype="bfloat16"),
     Case("qwen3_5", "vpp2", "tp2dp2", "momentum"),
     Case("qwen3_5_moe", "tp2ep2", "pp2dp2", dtype="bfloat16"),
+    Case("deepseek_v3", "tp2pp2", "dp2ep2"),
+    Case("deepseek_v3", "dp2", "tp2", dtype="bfloat16"),
 )
 
 

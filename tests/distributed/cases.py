@@ -77,6 +77,9 @@ FAMILIES = {
     "rope_linear": ("llama", False, 4),
     "qwen3_moe": ("qwen3_moe", True, 2),
     "glm4_moe": ("glm4_moe", False, 2),
+    "glm4_moe_lite": ("glm4_moe_lite", False, 8),
+    "deepseek_v3": ("deepseek_v3", False, 8),  # groups of experts, YaRN
+    "moonlight": ("moonlight", False, 8),
     "qwen3_5": ("qwen3_5", False, 2),
     "qwen3_5_moe": ("qwen3_5_moe", False, 4),
     "gemma3": ("gemma3", True, 2),
@@ -91,11 +94,13 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-# these run samples of a prompt: every kind of layer
-GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5", *WINDOW_FAMILIES)
+# these run samples of a prompt: every kind of position and of layer
+GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5", "deepseek_v3", *WINDOW_FAMILIES)
 SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
 STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"
+WHOLE_EXPERTS = "tp2pp2dp1vpp1ep2etpNonesp-selective"
+EXPERTS_OF_REPLICAS = "tp2pp1dp2vpp1ep4etpNonesp-none"
 FEW_KV = "tp4pp1dp1vpp1-none"  # more ranks than key/value heads
 # A family differs from llama in its weights and their split, not in what stages and replicas do: so each is tried where
 # its weights are cut in another way, and llama alone in every layout.
@@ -124,6 +129,9 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "ministral3": (SPLIT, STAGED, MIXED),
     "smollm3": (SPLIT, STAGED, MIXED),
     "olmo3": (SPLIT, STAGED, MIXED),
+    "glm4_moe_lite": (SPLIT, STAGED, MIXED, WHOLE_EXPERTS),
+    "deepseek_v3": (SPLIT, STAGED, MIXED, "tp2pp1dp1vpp1-none", "tp2pp2dp1vpp2sp-selective", EXPERTS_OF_REPLICAS),
+    "moonlight": (SPLIT, "tp2pp1dp1vpp1-none"),
 }
 CASES = (
     Case(all_budgets=True),
@@ -166,7 +174,7 @@ EXPERT_CASES = (
     Case(pp=2, dp=2, vpp=2, ep=2),
     Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")  # these share experts in every way
 CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
@@ -203,7 +211,7 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
 def applies(case: Case, family: str) -> bool:
     """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
     if case.shares_experts_anew:
-        return family in MIXTURES
+        return family in MIXTURES or case.name in FAMILY_CASES.get(family, ())
     if family == "qwen2":
         return case.pp > 1
     return family == "llama" or case.name in FAMILY_CASES[family]

@@ -31,6 +31,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", False, 4),
     "glm4_moe": ("glm4_moe", False, 4),
     "qwen3_5_moe": ("qwen3_5_moe", False, 4),
+    "deepseek_v3": ("deepseek_v3", False, 8),
 }
 CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "pp2": ("untied", PP2),
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "experts of two replicas": ("qwen3_moe", PP2 | {"expert_parallel_size": 2}),
     "experts of four replicas": ("glm4_moe", {"expert_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     "gated delta nets": ("qwen3_5_moe", TP2 | PP2),
+    "latent attention": ("deepseek_v3", TP2 | PP2),
     "whole experts in stages": ("glm4_moe", TP2 | PP2 | {"expert_parallel_size": 2}),
 }
 

@@ -22,6 +22,9 @@ TARGETS = {
     "qwen3_moe": OF_ATTENTION,
     "qwen3_5": [*NAMES, *OF_DELTA_NETS],
     "qwen3_5_moe": [*NAMES, *OF_DELTA_NETS],
+    # all but kv_b_proj, which the engine multiplies into queries and outputs
+    "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", *NAMES[4:]],
+    "moonlight": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 # PEFT 0.21.2 takes gate_proj, up_proj and down_proj for the fused matrices of routed experts, never for a shared expert
 FOR_EXPERTS = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
@@ -42,6 +45,8 @@ CASES_OF = {
     "phi3": (SPLIT, STAGED, FEW_KV),
     "olmo3": (SPLIT, MIXED),
     "qwen3_5_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
+    "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED),
+    "moonlight": (SPLIT,),
     "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),
 }
 DEFAULT = {

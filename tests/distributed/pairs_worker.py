@@ -30,7 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
@@ -169,7 +169,7 @@ class Run:
                 sampling=SAMPLING,
                 config=ROLLOUT,
                 kv_cache_bytes=1 << 24,
-                block_tokens=BLOCK_TOKENS["cpu"],
+                block_tokens=tokens_of_block(spec, cuda=False),
                 platform=self.world.platform,
             )
             engine.sleep()

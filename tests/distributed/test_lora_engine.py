@@ -23,9 +23,9 @@ OTHERS = (
     "glm4_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "deepseek_v3",
     *WINDOW_FAMILIES,
 )
-OTHERS += tuple(WINDOW_FAMILIES)
 DEFAULT = [("one rank", "llama"), ("in place", "llama"), ("gathered", "qwen3"), ("apart", "llama")]
 WANTED = [*EVERYWHERE, *(("in place", family) for family in OTHERS), *(("gathered", family) for family in OTHERS)]
 PARAMETERS = [pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.thorough) for each in WANTED]

@@ -24,6 +24,8 @@ MODELS = {
     "qwen3_moe": True,
     "mixtral": False,
     "qwen3_5": True,
+    "deepseek_v3": False,
+    "moonlight": False,
 }
 
 
@@ -55,6 +57,8 @@ CASES = (
     Case("qwen3_moe", "tp2dp2", "pp2dp2", dtype="bfloat16"),
     Case("mixtral", "dp4", "tp2dp2"),
     Case("qwen3_5", "tp2pp2", "pp2dp2", dtype="bfloat16"),
+    Case("deepseek_v3", "tp2dp2", "pp2dp2", dtype="bfloat16"),
+    Case("moonlight", "pp2dp2", "dp4"),
 )
 
 

@@ -23,7 +23,7 @@ from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
@@ -66,6 +66,8 @@ CASES = {
     # where other layers keep a state, of which no prefix is cached
     "states": Case("qwen3_5_moe", **SHARED),
     "states, tensor parallel": Case("qwen3_5_moe", tp=2, replicas=((0, 1),), **SHARED),
+    "groups of experts": Case("deepseek_v3"),
+    "latent attention in stages": Case("glm4_moe_lite", pp=2, replicas=((0, 1),), stages=((0, 1), (2,))),
     "tensor parallel": Case("mixtral", tp=2, replicas=((0, 1),), **SHARED),
 }
 
@@ -136,7 +138,7 @@ def build(case: Case, layout: RolloutLayout, directory: Path, platform: platform
         sampling=case.sampling,
         config=RolloutConfig(max_num_seqs=8, max_num_batched_tokens=case.chunk or 512),
         kv_cache_bytes=case.kv_bytes * len(case.stages[at.pp]) // max(map(len, case.stages)),
-        block_tokens=BLOCK_TOKENS["cpu"],
+        block_tokens=tokens_of_block(spec, cuda=False),
         platform=platform,
         routing=RoutingSizes(spec.num_layers, spec.experts_per_token, spec.num_experts),
     )
@@ -173,6 +175,8 @@ def routers(model: torch.nn.Module) -> dict[int, Tensor]:
     """The choice of each layer in the last forward pass."""
     found: dict[int, Tensor] = {}
     for number, layer in enumerate(model.model.layers):
+        if not hasattr(layer.mlp, "gate"):  # a dense layer, which has no record
+            continue
         layer.mlp.gate.register_forward_hook(lambda gate, args, out, number=number: found.update({number: out[2]}))
     return found
 
@@ -182,7 +186,8 @@ def by_transformers(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """(tokens, layers, k)."""
     found = routers(model)
     model(torch.tensor([ids]))
-    return torch.stack([found[layer] for layer in range(NUM_LAYERS)], 1)
+    nothing = torch.zeros_like(found[NUM_LAYERS - 1])
+    return torch.stack([found.get(layer, nothing) for layer in range(NUM_LAYERS)], 1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 
@@ -23,6 +24,8 @@ def patch() -> None:
 def _patch_once() -> None:
     _read_live_weights()
     _read_live_experts()
+    _turn_heads_of_latent_attention()
+    _route_in_float32()
     _wait_without_spinning()
     _register_kernels_once()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
@@ -78,6 +81,38 @@ def _apply_experts(
     outputs = outputs * topk_weights.flatten()[order, None]
     by_token = outputs.new_zeros(topk_ids.numel(), outputs.shape[1]).index_copy(0, order, outputs)
     output.copy_(by_token.unflatten(0, topk_ids.shape).sum(1))
+
+
+def _turn_heads_of_latent_attention() -> None:
+    """By torch. vLLM 0.32.0's kernel for CPUs turns queries of three dimensions, as these are, wrongly."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    theirs = vars(RotaryEmbedding)["forward_cpu"]
+
+    def turned(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        if query.dim() == 3:
+            return self.forward_native(positions, query, key)
+        return theirs(self, positions, query, key)
+
+    replace_in(RotaryEmbedding, forward_cpu=turned)
+
+
+def _route_in_float32() -> None:
+    """A router whose logits are to be float32 computes them so, as vLLM's kernels on GPUs do.
+
+    On a CPU vLLM rounds the logits to the weight's dtype first.
+    """
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    theirs = vars(GateLinear)["forward"]
+
+    def routed(self: Any, x: torch.Tensor) -> Any:
+        if self.out_dtype != torch.float32 or self.weight.dtype == torch.float32 or self.bias is not None:
+            return theirs(self, x)
+        logits = torch.nn.functional.linear(x.float(), self.weight.float())
+        return (logits, None) if self.return_bias else logits
+
+    replace_in(GateLinear, forward=routed)
 
 
 def _wait_without_spinning() -> None:

@@ -72,6 +72,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, items: Items, *, scale: fl
 class NativeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, items: Items, scale: float) -> Tensor:
+        sizes = {x.shape[-1] for x in (query, key, value)}
+        assert len(sizes) == 1, f"heads of the sizes {sizes}: the kernel reads all of them as of one"
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)

@@ -69,7 +69,8 @@ def cast(directory: Path, dtype: torch.dtype, *, num_files: int = 1) -> None:
 def change_config(directory: Path, **changes: Any) -> None:
     """None removes a field."""
     config = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    kept = {key: value for key, value in config.items() if value is not None or key not in changes}
+    (directory / "config.json").write_text(json.dumps(kept))
 
 
 def assert_same_bytes(one: Path, other: Path) -> None:
