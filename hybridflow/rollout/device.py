@@ -26,6 +26,9 @@ class EngineDevice(Protocol):
     def prepare_states(self, architecture: str) -> None:
         """Before an engine of a model with gated delta nets is built. architecture: of the language model."""
 
+    def prepare_latent(self) -> None:
+        """Before an engine of a model with latent attention is built; may be called again."""
+
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released."""
 
@@ -72,6 +75,9 @@ class CudaEngine:
         current_stream()
 
     def prepare_states(self, architecture: str) -> None:
+        """Nothing."""
+
+    def prepare_latent(self) -> None:
         """Nothing."""
 
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:

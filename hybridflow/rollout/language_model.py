@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
@@ -52,6 +52,11 @@ class LanguageModel:
         )
 
     @property
+    def from_files(self) -> "LanguageModel":
+        """Where vLLM itself reads the weights, as they are published."""
+        return replace(self, fields={key: x for key, x in self.fields.items() if key != "quantization_config"})
+
+    @property
     def _overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
         """Of config.json. vLLM knows that file and safetensors alone, and the trainer may have found another head."""
         if not self.wrapped:
@@ -70,6 +75,8 @@ class LanguageModel:
         """The device, when vLLM can compute the model there."""
         if self.has_states:
             device.prepare_states(self.architecture)
+        if self.latent:
+            device.prepare_latent()
         return device
 
     def arguments(self, device: Literal["cuda", "cpu"], *, prefix_caching: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hybridflow.cpu.engine.decoding import SeveralSteps
 from hybridflow.cpu.engine.delta_net import compute_delta_nets, register_language_models
 from hybridflow.cpu.engine.kv_cache import CpuKVCache
-from hybridflow.cpu.engine.patches import patch
+from hybridflow.cpu.engine.patches import patch, patch_latent_attention
 
 if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm import LLM
@@ -24,6 +24,10 @@ class CpuEngine:
         """vLLM's kernels there take bfloat16 alone, and a copy of a weight."""
         compute_delta_nets()
         register_language_models((architecture,))
+
+    def prepare_latent(self) -> None:
+        """vLLM turns queries wrongly there, and rounds routers' logits."""
+        patch_latent_attention()
 
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
         return {

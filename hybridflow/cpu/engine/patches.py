@@ -24,11 +24,16 @@ def patch() -> None:
 def _patch_once() -> None:
     _read_live_weights()
     _read_live_experts()
-    _turn_heads_of_latent_attention()
-    _route_in_float32()
     _wait_without_spinning()
     _register_kernels_once()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
+
+
+@functools.cache
+def patch_latent_attention() -> None:
+    """Of models that have it alone."""
+    _turn_heads_of_latent_attention()
+    _route_in_float32()
 
 
 def _read_live_weights() -> None:
