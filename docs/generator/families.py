@@ -15,8 +15,8 @@ from typing import Any
 
 from docs.generator.markdown import code, listed, table
 from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.family import Family
-from hybridflow.architecture.spec import WRAPPER, read_spec
+from hybridflow.architecture.family import WRAPPER, Family
+from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.placement.forecast import forecast

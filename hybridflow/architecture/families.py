@@ -1,6 +1,7 @@
 """The families of models, by the prefix of their architectures at HuggingFace: what sets each apart from Llama."""
 
 from hybridflow.architecture.family import ConfigFieldRule, Family
+from hybridflow.architecture.refused import NO_CAPS, SPARSE
 
 SILU = ConfigFieldRule("hidden_act", ("silu",), "must be silu")
 NO_ATTENTION_BIAS = ConfigFieldRule(
@@ -13,8 +14,6 @@ QWEN35_RULES = (
     ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
 )
 
-NO_PLE = "embeddings of each layer (PLE) and layers that share keys and values are not supported"
-NO_CAPS = "scores and logits that tanh caps are not supported"
 GEMMA3_RULES = (
     ConfigFieldRule("hidden_activation", ("gelu_pytorch_tanh",), "must be gelu_pytorch_tanh"),
     ConfigFieldRule("attn_logit_softcapping", (None,), NO_CAPS),
@@ -25,23 +24,12 @@ GEMMA3_RULES = (
 LATENT_RULES = (
     SILU,
     NO_ATTENTION_BIAS,
-    ConfigFieldRule("index_topk", (None,), "sparse attention, which looks at a choice of the keys, is not supported"),
+    ConfigFieldRule("index_topk", (None,), SPARSE),
     ConfigFieldRule("rope_interleave", (True, None), "vLLM turns neighbouring dimensions alone"),
     ConfigFieldRule("topk_method", ("noaux_tc",), "the choice of experts must be by sigmoids with a bias"),
     ConfigFieldRule("scoring_func", ("sigmoid",), "the choice of experts must be by sigmoids with a bias"),
     ConfigFieldRule("moe_layer_freq", (1, None), "dense layers among layers of experts are not supported"),
 )
-# Of families that are near a known one: why a model of theirs is refused.
-REFUSED = {
-    "DeepseekV2ForCausalLM": "its router is a softmax over groups of experts, which is not supported",
-    "DeepseekV32ForCausalLM": "sparse attention, which looks at a choice of the keys, is not supported",
-    "GlmMoeDsaForCausalLM": "sparse attention, which looks at a choice of the keys, is not supported",
-    "Gemma2ForCausalLM": NO_CAPS,
-    "Gemma3nForCausalLM": NO_PLE,
-    "Gemma3nForConditionalGeneration": NO_PLE,
-    "Gemma4ForCausalLM": NO_PLE,
-    "Gemma4ForConditionalGeneration": NO_PLE,
-}
 
 FAMILIES = {
     "Llama": Family(

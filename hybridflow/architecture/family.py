@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 # Where norms stand: in front of attention and MLP; there and behind them, in front of the residual sum; behind alone.
 Norms = Literal["before", "around", "behind"]
+LANGUAGE_MODEL, SCORES = "ForCausalLM", "ForSequenceClassification"  # ends of the names of architectures
+WRAPPER = "ForConditionalGeneration"  # of a language model with what reads images beside it
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 

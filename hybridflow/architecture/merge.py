@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hybridflow.architecture.adapter_weights import modules_of
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import VALUE_HEAD, model_weights
+from hybridflow.architecture.weights import model_weights
 
 Named = Iterator[tuple[str, Tensor]]
 

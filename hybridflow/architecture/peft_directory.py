@@ -20,9 +20,10 @@ from torch import Tensor
 from hybridflow.architecture.adapter_weights import HF, A, B, is_linear, modules_of
 from hybridflow.architecture.lora import Lora, initial_a, names
 from hybridflow.architecture.spec import Head, ModelSpec, read_spec
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight import Shape
 from hybridflow.architecture.weight_files import MegatronDirectory
-from hybridflow.architecture.weights import VALUE_HEAD, model_weights
+from hybridflow.architecture.weights import model_weights
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import replace_directory, sync
 from hybridflow.formats.distributed_directory import is_distributed

@@ -13,11 +13,12 @@ from typing import Any, Literal
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.attention_fields import FULL, SLIDING
 from hybridflow.architecture.config_fields import ConfigFields
-from hybridflow.architecture.families import FAMILIES, REFUSED
-from hybridflow.architecture.family import Family
+from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
 from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, Mixer, Mlp
 from hybridflow.architecture.lora import Lora
+from hybridflow.architecture.refused import REFUSED
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
@@ -25,9 +26,7 @@ from hybridflow.formats.json_text import parse_json
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
-HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
-WRAPPER = "ForConditionalGeneration"  # a language model with what reads images beside it
-LANGUAGE_MODEL, SCORES = HEADS  # ends of names
+HEADS: dict[str, Head] = {LANGUAGE_MODEL: "lm", SCORES: "score"}
 ARCHITECTURES: dict[str, tuple[str, Head]] = {
     prefix + suffix: (prefix, head)
     for prefix, family in FAMILIES.items()

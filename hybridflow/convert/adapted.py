@@ -25,8 +25,9 @@ from hybridflow.architecture.peft_directory import (
     write_adapter_weights,
 )
 from hybridflow.architecture.spec import Head, ModelSpec, read_spec
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight_files import MegatronDirectory
-from hybridflow.architecture.weights import VALUE_HEAD, model_weights
+from hybridflow.architecture.weights import model_weights
 from hybridflow.config.hub import cached_directory, is_hub_name
 from hybridflow.convert.compare import CheckpointFiles
 from hybridflow.convert.output import check_target, new_directory

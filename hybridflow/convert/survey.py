@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.tables import LM_HEAD
 from hybridflow.architecture.weight import Shape
 from hybridflow.architecture.weight_files import MegatronDirectory, open_checkpoint
-from hybridflow.architecture.weights import LM_HEAD, embedding, model_weights
+from hybridflow.architecture.weights import embedding, model_weights
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import is_distributed

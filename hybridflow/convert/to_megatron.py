@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
+from hybridflow.architecture.tables import LM_HEAD, VALUE_HEAD
 from hybridflow.architecture.weight import Shape
 from hybridflow.architecture.weight_files import write_distributed
-from hybridflow.architecture.weights import LM_HEAD, VALUE_HEAD, embedding, model_weights
+from hybridflow.architecture.weights import embedding, model_weights
 from hybridflow.convert.chunks import WeightFiles, make_chunks, own_share
 from hybridflow.convert.output import check_target, new_directory, write_companions
 from hybridflow.convert.processes import ALONE, Processes

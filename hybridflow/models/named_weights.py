@@ -11,10 +11,11 @@ from hybridflow.architecture.parts import TensorFiles, read_shard, shard_shape
 from hybridflow.architecture.peft_directory import Adapters
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.tied_head import OUTPUT
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import VALUE_HEAD, canonical_name, embedding, model_weights
+from hybridflow.architecture.weights import canonical_name, embedding, model_weights
 from hybridflow.models.layers import mark
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.seeds import request_seed

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.tables import LM_HEAD
 from hybridflow.architecture.tied_head import EMBEDDING
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import LM_HEAD
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Reads, Traffic

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import LossMean
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import VALUE_HEAD
 from hybridflow.batch import RolloutBatch, Tokens, to_device_async
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError

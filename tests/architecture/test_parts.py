@@ -12,8 +12,9 @@ from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape, whole_parts, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.tables import LM_HEAD, TABLES, VALUE_HEAD
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import LM_HEAD, TABLES, VALUE_HEAD, embedding, layer_weights, model_weights
+from hybridflow.architecture.weights import embedding, layer_weights, model_weights
 from hybridflow.parallel.layout import Cut, Place
 from tests.grids import each
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 import transformers
 
+from hybridflow.architecture.family import WRAPPER
 from hybridflow.architecture.layer_kinds import DENSE
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ARCHITECTURES, WRAPPER, ModelSpec, read_spec
+from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
+from hybridflow.architecture.tables import TABLES
 from hybridflow.architecture.weights import (
-    TABLES,
     canonical_name,
     layer_weights,
     model_weights,

@@ -118,7 +118,7 @@ def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_n
     rate = b[:tokens].float().sigmoid()
     state = torch.where(continues[:, None, None, None], states[slots].float(), 0)
     if lengths == (1,) * count:
-        out, state = _one_token(q, k, v, decay, rate, state)
+        out, state = _one_token(q, k, v, decay, rate, state=state)
     else:
         sequences = Sequences(lengths, (NO_PARENT,) * count)
         out, state = delta_rule_with_states(q, k, v, decay, rate, sequences=sequences, states=state)
@@ -153,7 +153,7 @@ def _convolved(x: Tensor, before: Tensor, weight: Tensor, lengths: tuple[int, ..
     return silu(torch.cat(outputs)), torch.stack(after)
 
 
-def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, state: Tensor) -> tuple[Tensor, Tensor]:
     """Of each sequence. See `models.delta_rule` for the equation."""
     shared = v.shape[1] // k.shape[1]
     q, k = (unit(x.float()).repeat_interleave(shared, 1) for x in (q, k))
