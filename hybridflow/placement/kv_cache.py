@@ -62,8 +62,10 @@ def size_kv_cache(
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
     least_tokens = tokens_of_block(spec, cuda=cuda)
-    blocks = cache_blocks(spec, stages, tp=rollout.tp, itemsize=itemsize, least_tokens=least_tokens)
-    own_blocks = 2 if spec.sliding_window else 1
+    step_tokens = config.rollout.batched_tokens(length, cuda=cuda)
+    sizes = {"itemsize": itemsize, "least_tokens": least_tokens, "step_tokens": step_tokens}
+    blocks = cache_blocks(spec, stages, tp=rollout.tp, **sizes)
+    own_blocks = 2 if spec.sliding_window and not blocks.windows else 1
     blocks_of_one = blocks.of_sequence(length)
     num_blocks = blocks_of_one + own_blocks
     needed = num_blocks * blocks.size
@@ -92,6 +94,9 @@ def _words(spec: ModelSpec, blocks: CacheBlocks, stages: Stages, rollout: Rollou
     if spec.delta is not None:
         of_states = f"a sequence has {blocks.states} for states, and one for every {blocks.tokens} tokens"
         return f"{blocks.size:,} bytes ({of_states})"
+    if blocks.windows:
+        tables = f"{blocks.tables} tables with one for every {blocks.tokens} tokens"
+        return f"{blocks.size:,} bytes (a sequence has {tables}, and {blocks.windows} of the last tokens)"
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
     if spec.latent is not None:
         vector = f"(kv_lora_rank {spec.latent.key_rank} + qk_rope_head_dim {spec.latent.rotary_dim})"

@@ -158,7 +158,7 @@ class Generator:
             actor.spec.path,
             self.reshard.engine_tensor,
             dtype=config.actor.dtype,
-            language_model=LanguageModel.of(actor.spec),
+            language_model=LanguageModel.of(actor.spec, window_tables=self.kv_cache.blocks.windows > 0),
             layout=self.layout,
             stages=self._placed.stages,
             max_length=config.max_sequence_length,

@@ -26,9 +26,10 @@ def leave_out_images(architecture: str) -> None:
 class LanguageModel:
     """architecture: HuggingFace's name of the language model. wrapped: what reads images lies beside it.
 
-    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence. latent: the layers have latent
-    attention. fields: what else of config.json vLLM reads otherwise.
-    has_windows: in some layers attention has a window, in others it has none.
+    has_states: some layers are gated delta nets, of which vLLM keeps a state a sequence.
+    latent: the layers have latent attention.
+    fields: what else of config.json vLLM reads otherwise.
+    one_table: layers with windows keep all tokens, as those without do.
     """
 
     architecture: str
@@ -36,17 +37,18 @@ class LanguageModel:
     wrapped: bool = False
     has_states: bool = False
     latent: bool = False
-    has_windows: bool = False
+    one_table: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "LanguageModel":
+    def of(cls, spec: ModelSpec, *, window_tables: bool = True) -> "LanguageModel":
+        """window_tables: layers with windows have tables of blocks of their own, where others have none."""
         return cls(
             spec.language_model,
             spec.tied,
             spec.wrapped,
             has_states=spec.delta is not None,
-            has_windows="window" in spec.mixers and len(set(spec.mixers)) > 1,
+            one_table=_has_both(spec) and not window_tables,
             latent=spec.latent is not None,
             fields=spec.engine_fields,
         )
@@ -83,12 +85,17 @@ class LanguageModel:
         """Of vLLM's LLM. A state is kept in float32, as the trainer has it; of cached prefixes vLLM keeps none.
 
         Of vLLM's two kinds of latent attention on CPUs the one that is not taken packs a weight, and frees the weight.
-        Layers with windows and without share one table of blocks, by which the size of the cache is planned.
+        One table of blocks is what the size of the cache is planned by, where stages have other shares of windows.
         """
         more: dict[str, Any] = {"mamba_ssm_cache_dtype": "float32"} if self.has_states else {}
         if self.latent and device == "cpu":
             more["attention_backend"] = "CPU_MLA"
-        if self.has_windows:
+        if self.one_table:
             more["disable_hybrid_kv_cache_manager"] = True
         caching = prefix_caching and not self.has_states
         return {"hf_overrides": self._overrides, "enable_prefix_caching": caching, **more}
+
+
+def _has_both(spec: ModelSpec) -> bool:
+    """Layers with windows, and others."""
+    return "window" in spec.mixers and len(set(spec.mixers)) > 1

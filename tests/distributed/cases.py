@@ -194,7 +194,7 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 # a large eps: Adam turns rounding noise of near-zero gradients into steps
 
 
-DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings in stages, experts
+DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings in stages, experts, kinds of layers
     ("tp2pp1dp1vpp1-none", "llama"),
     ("tp1pp1dp2vpp1-none", "llama"),
     ("tp1pp2dp1vpp1-none", "llama"),
@@ -205,6 +205,15 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
     ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
     ("tp1pp1dp2vpp1ep2etpNone-none", "mixtral"),
     ("tp2pp2dp1vpp1ep2etpNonesp-selective", "glm4_moe"),
+    (SPLIT, "qwen3_5_moe"),
+    (STAGED, "glm4_moe_lite"),
+    (SPLIT, "gemma3"),
+    (STAGED, "phi3"),
+    (MIXED, "qwen3_5"),
+    (MIXED, "deepseek_v3"),
+    (SPLIT, "smollm3"),
+    (MIXED, "olmo3"),
+    (STAGED, "ministral3"),
 }
 
 

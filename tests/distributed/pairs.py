@@ -143,4 +143,8 @@ DEFAULT = {  # of the default set: each way to hand over once
     "tp1pp1dp2vpp1-none-to-tp2pp1-apart-qwen2",  # to ranks of the rollout's own
     "tp2pp1dp1vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # whole experts in place
     "tp1pp1dp2vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # of several replicas
+    "tp2pp1dp1vpp1-none-to-tp2pp1-qwen3_5",  # states, in place
+    "tp2pp1dp1vpp1-none-to-tp1pp1-gemma3",  # windows, joined
+    "tp1pp2dp1vpp1-none-to-tp2pp1-deepseek_v3",  # latent attention, out of stages
+    "tp2pp1dp1vpp1-none-to-tp2pp1-olmo3",  # norms that the engine's ranks hold whole
 }

@@ -1,10 +1,15 @@
 """Engines of families with windows and layers without rotary embedding, each against HuggingFace on long prompts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.window_engine_worker import LAYOUTS, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
+from hybridflow.architecture.spec import read_spec
+from hybridflow.placement.cache_blocks import cache_blocks
+from hybridflow.placement.kv_cache import BLOCK_TOKENS
+from tests.distributed.engine_worker import CONFIG
+from tests.distributed.window_engine_worker import KV_CACHE_BYTES, LAYOUTS, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 from tests.window_models import WINDOW_FAMILIES
@@ -16,8 +21,12 @@ CHANGES = {"ministral3": {"rope_parameters": {**YARN, "original_max_position_emb
 
 
 @pytest.fixture(scope="module")
-def ranks(selected, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    root = tmp_path_factory.mktemp("window_engine")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("window_engine")
+
+
+@pytest.fixture(scope="module")
+def ranks(selected, root: Path) -> list[dict]:
     families = sorted(selected("family"))
     for family in families:
         make_checkpoints(
@@ -31,6 +40,24 @@ def ranks(selected, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         )
     run_ranks(NUM_RANKS, "tests.distributed.window_engine_worker", root, root / "out.json", *families)
     return json.loads((root / "out.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_vllm_hands_out_the_blocks_that_the_plan_counts(
+    root: Path, ranks: list[dict], family: str, layout: str
+) -> None:
+    """By kind of layer."""
+    spec, step = read_spec(root / family / "policy"), CONFIG.batched_tokens(MAX_LENGTH, cuda=False)
+    sizes = {"itemsize": 4, "least_tokens": BLOCK_TOKENS["cpu"], "step_tokens": step}
+    blocks = cache_blocks(spec, (tuple(range(NUM_LAYERS)),), tp=LAYOUTS[layout].tp, **sizes)
+    assert blocks.windows and blocks.of_sequence(MAX_LENGTH) > MAX_LENGTH // blocks.tokens
+    for rank in ranks:
+        assert rank[f"{family} {layout}"]["blocks"] == {
+            "all": KV_CACHE_BYTES // blocks.size,
+            "of_sequence": blocks.of_sequence(MAX_LENGTH),
+            "groups": blocks.tables + blocks.windows,
+        }
 
 
 @pytest.mark.parametrize("turn", ["first", "again"])

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m tests.distributed.window_engine_worker CHECKPOINT
 import json
 import sys
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -51,13 +52,21 @@ def check(path: Path, layout: RolloutLayout, platform: platforms.Platform) -> di
     model = untouched_class(path).from_pretrained(path, dtype=torch.float32).eval()
     engine = build(path, model, layout, stages, platform)
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[:4])]
-    found = {}
+    found = {"blocks": blocks_of(engine)}
     for turn in ("first", "again"):
         greedy = responses_of(engine, requests, engine.params_at(0.0, SAMPLING, ()))
         sampled = responses_of(engine, requests, engine.sampling_params(SAMPLING, ()))
         found[turn] = against_huggingface(model, requests, greedy, sampled)
     engine.close()
     return found
+
+
+def blocks_of(engine: RolloutEngine) -> dict:
+    """Of the whole cache, and of one sequence of the longest, as vLLM counts them."""
+    scheduler, config = engine._engine.engine_core.engine_core.scheduler, engine._engine.vllm_config
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    of_one = sum(ceil(spec.max_memory_usage_bytes(config) / spec.page_size_bytes) for spec in specs)
+    return {"all": config.cache_config.num_gpu_blocks, "of_sequence": of_one, "groups": len(specs)}
 
 
 def build(

@@ -8,7 +8,7 @@ import torch
 from hybridflow.architecture.flops import forward_flops, layer_products, mixing_flops
 from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import ConfigError
-from hybridflow.placement.cache_blocks import cache_blocks, token_bytes
+from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks, token_bytes
 from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.rollout.attention import check_head_size
 from tests.tiny_models import make_checkpoints
@@ -21,7 +21,7 @@ MOONLIGHT, DEEPSEEK = read_spec(SHAPES / "moonlight-16b-a3b"), read_spec(SHAPES 
 def test_a_token_of_the_cache_is_one_vector_on_every_rank(tp: int) -> None:
     assert token_bytes(MOONLIGHT, tp=tp, itemsize=2) == 576 * 2
     blocks = cache_blocks(MOONLIGHT, ((*range(14),), (*range(14, 27),)), tp=tp, itemsize=2, least_tokens=16)
-    assert blocks == (16, 16 * 14 * 576 * 2, 1, 0)
+    assert blocks == CacheBlocks(16, 16 * 14 * 576 * 2)
     assert (tokens_of_block(MOONLIGHT, cuda=False), tokens_of_block(MOONLIGHT, cuda=True)) == (16, 64)
 
 
