@@ -69,7 +69,7 @@ def _completion(num_log_probs: int) -> CompletionOutput:
 
 
 def _recorder(cache_groups: int) -> object:
-    cache = SimpleNamespace(kv_cache_groups=[None] * cache_groups, num_blocks=1)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)] * cache_groups, num_blocks=1)
     return SlotRecorder(SimpleNamespace(model=nn.Linear(1, 1), kv_cache_config=cache), mock.Mock())
 
 

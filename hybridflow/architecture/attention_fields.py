@@ -94,7 +94,7 @@ class AttentionFields:
     def _query_growth(self, rope: Rope) -> QueryGrowth:
         beta = rope_object(self.raw, self.refuse).get("llama_4_scaling_beta")
         self.refuse("llama_4_scaling_beta", beta, not is_number(beta) or beta < 0, "must be a number from 0 on")
-        assert is_number(beta), "else it is refused"
+        assert isinstance(beta, int | float), "else it is refused"
         return QueryGrowth(float(beta), int(dict(rope)[ORIGINAL]))
 
     def _rope(self, raw: dict[str, Any], theta: float, positions: int) -> Rope:

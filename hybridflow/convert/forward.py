@@ -5,6 +5,7 @@ of all tokens are compared.
 """
 
 import gc
+import logging
 from pathlib import Path
 
 import torch
@@ -55,9 +56,11 @@ def random_prompts(spec: ModelSpec, seed: int) -> list[Tensor]:
 def huggingface_logits(path: Path, prompts: list[Tensor], *, trust_remote_code: bool) -> Tensor:
     """(all tokens, vocabulary), or (all tokens, 1) from a value head."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, get_logger
 
     disable_progress_bar()
+    # which advises packages for GPUs, where gated delta nets are computed without
+    get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     score = read_spec(path).head == "score"
     auto = AutoModelForSequenceClassification if score else AutoModelForCausalLM
     model = auto.from_pretrained(

@@ -56,7 +56,7 @@ class Survey:
 
     def dropped_lines(self) -> list[str]:
         """`NAME (32 tensors): why`, one line a kind of tensor."""
-        at = (VISION, self.spec.traits.prediction_layers_at or VISION)
+        at = (*VISION, *filter(None, [self.spec.traits.prediction_layers_at]))
         kinds = Counter(
             (next((f"{each}*" for each in at if name.startswith(each)), fold(name)), why)
             for name, why in self.dropped.items()
