@@ -109,6 +109,15 @@ XML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
     "{% if enable_thinking is defined and enable_thinking is false %}\n</think>\n\n{% endif %}{% endif %}"
 )
+# as Gemma: users and models take turns, a system message stands in the first question, and texts are trimmed
+TURNS = (
+    "<s>{% set rule = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in (messages[1:] if rule else messages) %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('they take turns') }}{% endif %}"
+    "<|turn|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ rule if loop.first }}{{ m.content | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>model\n{% endif %}"
+)
 # ids of nine letters alone
 STRICT = PLAIN.replace(
     "{{ c.function | tojson }}",
@@ -126,6 +135,7 @@ KINDS = {
     "one call": ONE_CALL,
     "strict": STRICT,
     "xml": XML,
+    "turns": TURNS,
 }
 
 

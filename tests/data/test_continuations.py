@@ -45,6 +45,7 @@ ANSWERED = {
     "one call": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
     "strict": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
     "xml": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "turns": "\n<|turn|>user\nand THEN?<|end|>\n<|turn|>model\n",
 }
 # a template may render a turn otherwise once more messages follow: which of ours do
 REWRITES = {"forgets", "channels", "xml"}
@@ -55,7 +56,7 @@ def test_a_question_follows_a_turn(kind: str) -> None:
     """Behind the token by which the model has ended the turn; without one the template's own comes first."""
     assert behind(continuations(kind), [ASK, SAID], [MORE]) == ANSWERED[kind]
     unended = behind(continuations(kind), [ASK, SAID], [MORE], None)
-    ends = {"next role": "<|user|>", "nine": "</s>", "null": "<|eos|>", "channels": "<|end|>"}
+    ends = {"next role": "<|user|>", "nine": "</s>", "null": "<|eos|>", "channels": "<|end|>", "turns": "<|end|>"}
     assert unended == ends.get(kind, "<|im_end|>") + ANSWERED[kind]
 
 
