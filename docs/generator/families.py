@@ -15,7 +15,7 @@ from typing import Any
 
 from docs.generator.markdown import code, listed, table
 from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.family import WRAPPER, Family
+from hybridflow.architecture.family import WRAPPER, ConfigFieldRule, Family
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
@@ -130,7 +130,7 @@ LAYOUTS = {
     "Glm4MoeLite": (
         Layout("glm-4.7-flash", 1),
         Layout("glm-4.7-flash", 8, tp=4, ep=4, engine_tp=4, recompute="full"),
-        Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4),
+        Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4, recompute="full"),
     ),
     "DeepseekV3": (
         Layout("moonlight-16b-a3b", 1),
@@ -221,13 +221,13 @@ def family_table(name: str) -> str:
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
     latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
     rows += [("`config.json` must have", listed([*family.required, *latent]))]
-    rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
+    rows += [(f"`{rule.key}`", f"{_allowed(rule)}, else an error: {rule.reason}") for rule in family.rules]
     return table(("What", "How"), [*rows, *_traits(family)])
 
 
-def _allowed(values: tuple[Any, ...]) -> str:
-    shown = ["absent" if value is None else code(str(value).lower()) for value in values]
-    return " or ".join(shown)
+def _allowed(rule: ConfigFieldRule) -> str:
+    shown = [code(str(value).lower()) for value in rule.allowed if value is not None]
+    return " or ".join(shown if rule.required else [*shown, "absent"])
 
 
 def _traits(family: Family) -> list[tuple[str, str]]:

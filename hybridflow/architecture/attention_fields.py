@@ -53,9 +53,7 @@ class AttentionFields:
         kinds: Any = self.raw.get("layer_types")
         if kinds is None:
             return [SLIDING if (layer + 1) % interval else FULL for layer in range(self.num_layers)]
-        known = self._is_of_layers(kinds) and all(kind in (FULL, SLIDING) for kind in kinds)
-        rule = f"must be {FULL} or {SLIDING} for each of {self.num_layers} layers"
-        self.refuse("layer_types", kinds, not known, rule)
+        check_layer_types(kinds, (FULL, SLIDING), self.num_layers, self.refuse)
         return list(kinds)
 
     def _unturned(self) -> tuple[Mixer, ...]:
@@ -66,8 +64,9 @@ class AttentionFields:
             turning = [int((layer + 1) % interval != 0) for layer in range(self.num_layers)]
         known = self._is_of_layers(turning) and all(turns in (0, 1) for turns in turning)
         self.refuse("no_rope_layers", turning, not known, f"must be 1 or 0 for each of {self.num_layers} layers")
-        kinds = self.raw.get("layer_types") or []
-        self.refuse("layer_types", kinds, any(kind != FULL for kind in kinds), f"must be {FULL} in this family")
+        kinds = self.raw.get("layer_types")
+        if kinds is not None:
+            check_layer_types(kinds, (FULL,), self.num_layers, self.refuse)
         return tuple("attention" if turns else "unturned" for turns in turning)
 
     def _is_of_layers(self, found: object) -> bool:
@@ -84,8 +83,15 @@ class AttentionFields:
         nested = raw.get("rope_parameters") or {}
         known = isinstance(nested, dict) and set(nested) <= {FULL, SLIDING}
         self.refuse("rope_parameters", nested, not known, f"must have {FULL} and {SLIDING}, each an object")
+        for key in (FULL, SLIDING):
+            part = nested.get(key) or {}
+            self.refuse(f"rope_parameters.{key}", part, not isinstance(part, dict), "must be an object")
+        scaling = raw.get("rope_scaling") or {}
+        self.refuse("rope_scaling", scaling, not isinstance(scaling, dict), "must be an object")
         theta = raw.get("rope_theta", family.rope_theta)
-        full = {"rope_theta": theta} | (nested.get(FULL) or raw.get("rope_scaling") or {})
+        one = not family.window_theta_key and theta != family.window_theta
+        self.refuse("rope_theta", theta, one, f"transformers takes {family.window_theta} for layers with windows")
+        full = {"rope_theta": theta} | (nested.get(FULL) or scaling)
         local = raw.get(family.window_theta_key, family.window_theta) if family.window_theta_key else theta
         sliding = {"rope_theta": local} | (nested.get(SLIDING) or {})
         of_full = self._rope({"rope_parameters": full}, family.rope_theta, positions)
@@ -105,3 +111,11 @@ class AttentionFields:
         rule = f"must be {' or '.join(kinds)} in the family {self.family.name}"
         self.refuse("rope_type", kind, bool(kinds) and kind not in kinds, rule)
         return rope
+
+
+def check_layer_types(kinds: Any, known: tuple[str, ...], num_layers: int, refuse: Refuse) -> None:
+    """Refuse what does not say one of the known words for each layer."""
+    refuse("layer_types", kinds, not isinstance(kinds, list), f"must be a list of {' and '.join(known)}")
+    refuse("layer_types", "...", len(kinds) != num_layers, f"has {len(kinds)} entries for {num_layers} layers")
+    for layer, kind in enumerate(kinds):
+        refuse(f"layer_types.{layer}", kind, kind not in known, f"must be {' or '.join(known)}")

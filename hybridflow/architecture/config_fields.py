@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hybridflow.architecture.attention_fields import AttentionFields
+from hybridflow.architecture.attention_fields import FULL, AttentionFields, check_layer_types
 from hybridflow.architecture.family import Family
 from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
 from hybridflow.architecture.layer_kinds import DeltaSizes
@@ -15,7 +15,7 @@ LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json ma
 MOST_LAYERS = 10_000
 # in front of the language model's tensors in a wrapper, in place of "model."
 WRAPPED = ("model.language_model.", "language_model.model.")
-FULL, LINEAR = "full_attention", "linear_attention"
+LINEAR = "linear_attention"
 
 
 class ConfigFields:
@@ -182,8 +182,9 @@ class ConfigFields:
         kinds = raw.get("layer_types")
         if kinds is None:
             kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
-        known = isinstance(kinds, list) and len(kinds) == num_layers and set(kinds) <= {FULL, LINEAR}
-        self._refuse("layer_types", kinds, not known, f"must be {FULL} or {LINEAR} for each of {num_layers} layers")
+        check_layer_types(kinds, (FULL, LINEAR), num_layers, self._refuse)
+        for kind in (FULL, LINEAR):
+            self._refuse("layer_types", "...", kind not in kinds, f"some of the layers must be {kind}")
         sizes = DeltaSizes(
             key_heads=self._size("linear_num_key_heads", 16),
             value_heads=self._size("linear_num_value_heads", 32),
@@ -191,6 +192,7 @@ class ConfigFields:
             value_dim=self._size("linear_value_head_dim", 128),
             kernel=self._size("linear_conv_kernel_dim", 4),
         )
+        self._refuse("linear_conv_kernel_dim", sizes.kernel, sizes.kernel < 2, "must be at least 2")
         uneven = sizes.value_heads % sizes.key_heads > 0
         rule = f"must be a multiple of linear_num_key_heads = {sizes.key_heads}"
         self._refuse("linear_num_value_heads", sizes.value_heads, uneven, rule)

@@ -74,6 +74,7 @@ def dense_layers(raw: dict[str, Any], family: Family, refuse: Refuse) -> Any:
     kinds = raw.get("mlp_layer_types") if family.latent else None
     missing = family.dense_layers_missing
     if kinds is not None:
+        refuse("mlp_layer_types", kinds, not isinstance(kinds, list), "must be a list")
         first = [kind == "dense" for kind in kinds].index(False) if "sparse" in kinds else len(kinds)
         ordered = list(kinds) == ["dense"] * first + ["sparse"] * (len(kinds) - first)
         refuse("mlp_layer_types", kinds, not ordered, "dense layers among layers of experts are not supported")
@@ -91,7 +92,7 @@ def is_block_fp8(raw: dict[str, Any], family: Family) -> bool:
         family.block_fp8
         and isinstance(found, dict)
         and found.get("quant_method") == "fp8"
-        and tuple(found.get("weight_block_size") or ()) == FP8_BLOCK
+        and found.get("weight_block_size") == list(FP8_BLOCK)
     )
 
 

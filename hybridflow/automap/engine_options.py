@@ -80,13 +80,14 @@ class EngineOptions:
         if given is None and "kv_cache_gib" not in self.free:
             # the run takes what there is room for: a size of these at least
             default = self._sized(None, rollout, stages)
-            assert default is not None, "what the batch takes holds a sequence"
-            yield from (self._option(rollout, None, replace(default, whole=size)) for size in _parts_of(default))
+            if default is not None:  # else stages would have other shares of each kind of layer
+                yield from (self._option(rollout, None, replace(default, whole=size)) for size in _parts_of(default))
             return
         gibs: list[float | None] = [given]
         if "kv_cache_gib" in self.free:
             whole = self._sized(None, rollout, stages)
-            assert whole is not None, "what the batch takes holds a sequence"
+            if whole is None:
+                return
             gibs = [*(float(gib_of(size)) for size in _parts_of(whole)), *([given] if given is not None else [])]
         for gib in dict.fromkeys(gibs):
             sized = self._sized(gib, rollout, stages)
@@ -94,7 +95,7 @@ class EngineOptions:
                 yield self._option(rollout, gib, sized)
 
     def _sized(self, gib: float | None, rollout: RolloutLayout, stages: Any) -> KVCacheSize | None:
-        """None: it holds no sequence."""
+        """None: it holds no sequence, or its stages have other shares of each kind of layer."""
         rollout_config = self.config.rollout.model_copy(update={"kv_cache_gib": gib})
         config = self.config.model_copy(update={"rollout": rollout_config})
         try:

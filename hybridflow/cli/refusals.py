@@ -39,8 +39,6 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> N
     """
     reasons = Reasons()
     reasons.collect(place_either, config, world_size)
-    if isinstance(config, ExperimentConfig) and not reasons.lines:
-        reasons.collect(check_heads, config)
     note_missing(config, reasons)
     if output:
         reasons.collect(check_output_dir, config)
@@ -49,6 +47,8 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> N
 
 def note_missing(config: AnyConfig, reasons: Reasons) -> None:
     """Note what the config names and this machine lacks, beside models' sizes."""
+    if isinstance(config, ExperimentConfig) and not reasons.lines:
+        reasons.collect(check_heads, config)
     if not reasons.lines:  # of a model that cannot be read nothing new is said
         reasons.collect(check_tokenizers, config)
     for key, files in config.data.files_by_key.items():

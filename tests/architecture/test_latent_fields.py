@@ -56,6 +56,8 @@ def test_yarn_scales_products_of_queries_and_keys() -> None:
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
         ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+        ({"mlp_layer_types": 5}, "mlp_layer_types = 5 is not supported: must be a list"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "quantised weights"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8 is not supported: must be 64"),
         ({"q_lora_rank": "missing"}, "q_lora_rank = None is not supported: must be there"),

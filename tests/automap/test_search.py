@@ -270,6 +270,14 @@ def test_what_would_fit_is_told_where_nothing_does() -> None:
     assert least.ranks is None or search(replace(asked, world_size=least.ranks)).plans
 
 
+def test_stages_of_the_engine_have_as_many_delta_nets_each() -> None:
+    """Others are no choice: 32 layers, of which every fourth has attention, in three stages."""
+    root = Path(__file__).parents[2]
+    models = [f"{role}.model={root}/configs/shapes/qwen3.5-9b" for role in ("actor", "reference")]
+    found = search(request(f"{root}/docs/models/layouts.yaml", 3, *models, "rollout.tensor_parallel_size=1"))
+    assert found.plans and {plan.placed.rollout.pp for plan in found.plans} == {1}
+
+
 def test_differences_of_two_plans_by_key_and_by_phase() -> None:
     found = search(request("config.yaml", 4))
     one, other = found.plans[0], found.plans[1]
