@@ -3,7 +3,7 @@
 #
 #   bash launch/test.sh            what matters most of each room: 10 minutes on 2 cores
 #   bash launch/test.sh --fast     what of these is quick, no ranks and no compiler: 2 minutes
-#   bash launch/test.sh --all      everything: 45 minutes on 2 cores, longer on slow ones
+#   bash launch/test.sh --all      everything: an hour on 2 cores, longer on slow ones
 #   bash launch/test.sh --rest     what --all has and the first command has not
 #   bash launch/test.sh --newest [--python PYTHON]
 #                                  models, ranks, checkpoints, conversion and engine with a newer megatron-core, in an

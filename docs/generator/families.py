@@ -91,6 +91,7 @@ LAYOUTS = {
     "Qwen3_5Moe": (
         Layout("qwen3.5-35b-a3b", 1),
         Layout("qwen3.5-35b-a3b", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
+        Layout("qwen3.5-35b-a3b", 16, tp=8, ep=8, engine_tp=8, recompute="full"),
         Layout("qwen3.5-122b-a10b", 64, tp=8, pp=4, ep=8, engine_tp=8, recompute="full"),
     ),
     "Gemma3": (
