@@ -421,7 +421,8 @@ def test_every_family_has_a_page_with_three_layouts() -> None:
     parts = [mark for page in (DOCS / "models").glob("*.md") for mark in marks(page.read_text())]
     assert sorted(parts) == sorted(f"{part} {name}" for part in ("family", "layouts") for name in FAMILIES)
     assert LAYOUTS.keys() == FAMILIES.keys()
-    assert {tuple(layout.gpus for layout in layouts) for layouts in LAYOUTS.values()} == {(1, 8, 64)}
+    for layouts in LAYOUTS.values():
+        assert {layout.gpus for layout in layouts} >= {1, 8, 64}
 
 
 def test_generated_pages_name_no_machine() -> None:
