@@ -95,8 +95,8 @@ def _words(spec: ModelSpec, blocks: CacheBlocks, stages: Stages, rollout: Rollou
         of_states = f"a sequence has {blocks.states} for states, and one for every {blocks.tokens} tokens"
         return f"{blocks.size:,} bytes ({of_states})"
     if blocks.windows:
-        tables = f"{blocks.tables} tables with one for every {blocks.tokens} tokens"
-        return f"{blocks.size:,} bytes (a sequence has {tables}, and {blocks.windows} of the last tokens)"
+        whole = f"a sequence has {blocks.tables} for every {blocks.tokens} tokens"
+        return f"{blocks.size:,} bytes ({whole}, and {blocks.windows} for as many of the last {blocks.reach:,} tokens)"
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
     if spec.latent is not None:
         vector = f"(kv_lora_rank {spec.latent.key_rank} + qk_rope_head_dim {spec.latent.rotary_dim})"
