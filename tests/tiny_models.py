@@ -285,3 +285,33 @@ def make_prompts(path: Path, count: int, seed: int = 0) -> Path:
             a, b = rng.randrange(1000), rng.randrange(100)
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     return path
+
+
+IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGES |= {"image_size": 28, "patch_size": 14}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {"vision_config": IMAGES, "mm_tokens_per_image": 4}),
+    "ministral3": (
+        "Mistral3",
+        {"vision_config": {**IMAGES, "model_type": "pixtral", "head_dim": 8}, "tie_word_embeddings": False},
+    ),
+}
+
+
+def make_window_wrapper(directory: Path, family: str, *, num_layers: int = 2, head_dim: int = 8) -> Path:
+    """DIRECTORY: Gemma 3 or Ministral 3 as it is published, beside what reads images."""
+    prefix, whole = WRAPPERS[family]
+    torch.manual_seed(11)
+    text = {
+        **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": head_dim, "max_position_embeddings": 128},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, **FAMILIES[family][1]},
+    }
+    if prefix == "Mistral3":
+        text["model_type"] = "ministral3"
+    config = getattr(transformers, prefix + "Config")(text_config=text, architectures=None, **whole)
+    model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
+    randomise(model, 0.15)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory

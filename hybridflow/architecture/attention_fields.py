@@ -89,8 +89,8 @@ class AttentionFields:
         scaling = raw.get("rope_scaling") or {}
         self.refuse("rope_scaling", scaling, not isinstance(scaling, dict), "must be an object")
         theta = raw.get("rope_theta", family.rope_theta)
-        one = not family.window_theta_key and theta != family.window_theta
-        self.refuse("rope_theta", theta, one, f"transformers takes {family.window_theta} for layers with windows")
+        misread = not family.window_theta_key and theta != family.window_theta
+        self.refuse("rope_theta", theta, misread, f"transformers takes {family.window_theta} for layers with windows")
         full = {"rope_theta": theta} | (nested.get(FULL) or scaling)
         local = raw.get(family.window_theta_key, family.window_theta) if family.window_theta_key else theta
         sliding = {"rope_theta": local} | (nested.get(SLIDING) or {})

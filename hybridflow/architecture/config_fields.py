@@ -9,12 +9,11 @@ from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_b
 from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.architecture.rope import is_number, rope_object
 from hybridflow.architecture.tied_head import has_own_head
+from hybridflow.architecture.wrapper import WRAPPED
 from hybridflow.errors import CheckpointError
 
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
 MOST_LAYERS = 10_000
-# in front of the language model's tensors in a wrapper, in place of "model."
-WRAPPED = ("model.language_model.", "language_model.model.")
 LINEAR = "linear_attention"
 
 
@@ -117,7 +116,8 @@ class ConfigFields:
         """Whether the output layer is the embedding."""
         said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
         size, name = self._size("vocab_size"), self._family.embedding
-        names = [name.replace("model.", beginning, 1) for beginning in WRAPPED] if self._wrapped else [name]
+        begins = [beginning for beginning, other in WRAPPED.items() if other == "model."]
+        names = [name.replace("model.", beginning, 1) for beginning in begins] if self._wrapped else [name]
         return said and not any(has_own_head(self._file.parent, embedding, size) for embedding in names)
 
     def _projected_size(self, hidden: int) -> int | None:

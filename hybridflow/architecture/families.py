@@ -1,5 +1,7 @@
 """The families of models, by the prefix of their architectures at HuggingFace: what sets each apart from Llama."""
 
+from dataclasses import replace
+
 from hybridflow.architecture.family import ConfigFieldRule, Family
 from hybridflow.architecture.refused import NO_CAPS, SPARSE
 
@@ -8,12 +10,34 @@ NO_ATTENTION_BIAS = ConfigFieldRule(
     "attention_bias", (False, None), "biases of attention are not supported in this family"
 )
 
-QWEN35_RULES = (
-    ConfigFieldRule("attn_output_gate", (True,), "attention without an output gate is not supported"),
-    ConfigFieldRule("output_gate_type", ("silu", "swish"), "must be silu"),
-    ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
+NO_DENSE_LAYERS = (
+    ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
+    ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
 )
-
+QWEN35 = Family(
+    "qwen3_5",
+    model_type="qwen3_5_text",
+    score_architecture="Qwen3_5TextForSequenceClassification",
+    has_wrapper=True,
+    head_dim=256,
+    kv_heads=4,
+    max_positions=32768,
+    qk_norm=True,
+    zero_centered_norms=True,
+    rotary_part=0.25,
+    delta_nets=True,
+    output_gate=True,
+    prediction_layers_key="mtp_num_hidden_layers",
+    prediction_layers_missing=0,
+    prediction_layers_at="mtp.",
+    rules=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        ConfigFieldRule("attn_output_gate", (True,), "attention without an output gate is not supported"),
+        ConfigFieldRule("output_gate_type", ("silu", "swish"), "must be silu"),
+        ConfigFieldRule("layer_scale", (False, None), "scales of layers are not supported"),
+    ),
+)
 GEMMA3_RULES = (
     ConfigFieldRule("hidden_activation", ("gelu_pytorch_tanh",), "must be gelu_pytorch_tanh"),
     ConfigFieldRule("attn_logit_softcapping", (None,), NO_CAPS),
@@ -21,14 +45,31 @@ GEMMA3_RULES = (
     ConfigFieldRule("use_bidirectional_attention", (False, None), "attention must be causal"),
 )
 
-LATENT_RULES = (
-    SILU,
-    NO_ATTENTION_BIAS,
-    ConfigFieldRule("index_topk", (None,), SPARSE),
-    ConfigFieldRule("rope_interleave", (True, None), "vLLM turns neighbouring dimensions alone"),
-    ConfigFieldRule("topk_method", ("noaux_tc",), "the choice of experts must be by sigmoids with a bias"),
-    ConfigFieldRule("scoring_func", ("sigmoid",), "the choice of experts must be by sigmoids with a bias"),
-    ConfigFieldRule("moe_layer_freq", (1, None), "dense layers among layers of experts are not supported"),
+GLM_LITE = Family(
+    "glm4_moe_lite",
+    ffn_key="moe_intermediate_size",
+    grouped=False,
+    kv_heads=20,
+    max_positions=202752,
+    routed_scaling=1.8,
+    expert_keys=("n_routed_experts", "num_local_experts"),
+    normalize_router=None,
+    normalize_missing=True,
+    sigmoid_router=True,
+    dense_layers_key="first_k_dense_replace",
+    shared_experts_key="n_shared_experts",
+    prediction_layers_key="num_nextn_predict_layers",
+    latent=True,
+    expert_groups=(1, 1),
+    rules=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        ConfigFieldRule("index_topk", (None,), SPARSE),
+        ConfigFieldRule("rope_interleave", (True, None), "vLLM turns neighbouring dimensions alone"),
+        ConfigFieldRule("topk_method", ("noaux_tc",), "the choice of experts must be by sigmoids with a bias"),
+        ConfigFieldRule("scoring_func", ("sigmoid",), "the choice of experts must be by sigmoids with a bias"),
+        ConfigFieldRule("moe_layer_freq", (1, None), "dense layers among layers of experts are not supported"),
+    ),
 )
 
 FAMILIES = {
@@ -62,49 +103,17 @@ FAMILIES = {
         window_switch=True,
         rules=(SILU, NO_ATTENTION_BIAS),
     ),
-    "Qwen3_5": Family(
-        "qwen3_5",
-        model_type="qwen3_5_text",
-        score_architecture="Qwen3_5TextForSequenceClassification",
-        has_wrapper=True,
-        head_dim=256,
-        kv_heads=4,
-        max_positions=32768,
-        qk_norm=True,
-        zero_centered_norms=True,
-        rotary_part=0.25,
-        delta_nets=True,
-        output_gate=True,
-        prediction_layers_key="mtp_num_hidden_layers",
-        prediction_layers_missing=0,
-        prediction_layers_at="mtp.",
-        rules=(SILU, NO_ATTENTION_BIAS, *QWEN35_RULES),
-    ),
-    "Qwen3_5Moe": Family(
-        "qwen3_5_moe",
+    "Qwen3_5": QWEN35,
+    "Qwen3_5Moe": replace(
+        QWEN35,
+        name="qwen3_5_moe",
         model_type="qwen3_5_moe_text",
-        has_wrapper=True,
+        score_architecture="",
         ffn_key="moe_intermediate_size",
-        head_dim=256,
         kv_heads=2,
-        max_positions=32768,
-        qk_norm=True,
-        zero_centered_norms=True,
-        rotary_part=0.25,
-        delta_nets=True,
-        output_gate=True,
         expert_keys=("num_experts", "num_local_experts"),
         shared_size_key="shared_expert_intermediate_size",
-        prediction_layers_key="mtp_num_hidden_layers",
-        prediction_layers_missing=0,
-        prediction_layers_at="mtp.",
-        rules=(
-            SILU,
-            NO_ATTENTION_BIAS,
-            *QWEN35_RULES,
-            ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
-            ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
-        ),
+        rules=(*QWEN35.rules, *NO_DENSE_LAYERS),
     ),
     "Phi3": Family(
         "phi3",
@@ -238,8 +247,7 @@ FAMILIES = {
         rules=(
             SILU,
             NO_ATTENTION_BIAS,
-            ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
-            ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+            *NO_DENSE_LAYERS,
         ),
     ),
     "Glm4Moe": Family(
@@ -264,44 +272,17 @@ FAMILIES = {
             ConfigFieldRule("topk_group", (1, None), "experts in groups are not supported"),
         ),
     ),
-    "Glm4MoeLite": Family(
-        "glm4_moe_lite",
-        ffn_key="moe_intermediate_size",
-        grouped=False,
-        kv_heads=20,
-        max_positions=202752,
-        routed_scaling=1.8,
-        expert_keys=("n_routed_experts", "num_local_experts"),
-        normalize_router=None,
-        normalize_missing=True,
-        sigmoid_router=True,
-        dense_layers_key="first_k_dense_replace",
-        shared_experts_key="n_shared_experts",
-        prediction_layers_key="num_nextn_predict_layers",
-        latent=True,
-        expert_groups=(1, 1),
-        rules=LATENT_RULES,
-    ),
-    "DeepseekV3": Family(
-        "deepseek_v3",
+    "Glm4MoeLite": GLM_LITE,
+    "DeepseekV3": replace(
+        GLM_LITE,
+        name="deepseek_v3",
         other_model_types=("kimi_k2",),
-        ffn_key="moe_intermediate_size",
-        grouped=False,
         kv_heads=128,
         max_positions=4096,
         routed_scaling=2.5,
-        expert_keys=("n_routed_experts", "num_local_experts"),
-        normalize_router=None,
-        normalize_missing=True,
-        sigmoid_router=True,
         router_in_dtype=True,
-        dense_layers_key="first_k_dense_replace",
         dense_layers_missing=3,
-        shared_experts_key="n_shared_experts",
-        prediction_layers_key="num_nextn_predict_layers",
-        latent=True,
         expert_groups=(8, 4),
         block_fp8=True,
-        rules=LATENT_RULES,
     ),
 }

@@ -10,10 +10,10 @@ expert's matrix is a piece of such a tensor, so that the file is read as if it h
 from math import prod
 from pathlib import Path
 
-from hybridflow.architecture.config_fields import WRAPPED
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import layer_weights
+from hybridflow.architecture.wrapper import WRAPPED
 from hybridflow.formats.block_fp8 import BlockFp8Directory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 
@@ -27,9 +27,8 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
     Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
     """
     directory = BlockFp8Directory(path) if spec.block_fp8 else SafetensorsDirectory(path)
-    for beginning in WRAPPED:
-        directory.rename(beginning, "model.")
-    directory.rename("language_model.lm_head.", "lm_head.")
+    for beginning, other in WRAPPED.items():
+        directory.rename(beginning, other)
     for layer in range(spec.num_layers if spec.num_experts else 0):
         there = f"model.layers.{layer}.mlp."
         kind = spec.layer_kind(layer)

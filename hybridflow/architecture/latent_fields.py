@@ -9,9 +9,9 @@ from typing import Any
 from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.rope import Refuse, is_number
+from hybridflow.formats.block_fp8 import BLOCK
 
 Size = Callable[..., int]  # (key, default) -> a positive whole number of config.json
-FP8_BLOCK = (128, 128)  # rows and columns that share a scale
 BEST_OF_GROUP = 2  # experts whose scores are a group's
 
 
@@ -92,7 +92,7 @@ def is_block_fp8(raw: dict[str, Any], family: Family) -> bool:
         family.block_fp8
         and isinstance(found, dict)
         and found.get("quant_method") == "fp8"
-        and found.get("weight_block_size") == list(FP8_BLOCK)
+        and found.get("weight_block_size") == [BLOCK, BLOCK]
     )
 
 

@@ -9,7 +9,7 @@ from hybridflow.architecture import weight_shapes as shape
 from hybridflow.architecture.layer_kinds import DENSE, EXPERTS, UNTURNED, WINDOW, LayerKind
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
-from hybridflow.architecture.weight import Shapes, Table, Weight
+from hybridflow.architecture.weight import Runs, Shapes, Table, Weight
 
 LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
 NORM_IN_QKV, NORM_IN_FC1 = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
@@ -24,12 +24,20 @@ def _top(megatron: str, name: str, split: Split, shapes: Shapes) -> Weight:
 
 
 def _layer(
-    megatron: str, hf: str, split: Split, shapes: Shapes, *, engine: str = "", stored: str = "", at: str = LAYERS
+    megatron: str,
+    hf: str,
+    split: Split,
+    shapes: Shapes,
+    *,
+    engine: str = "",
+    stored: str = "",
+    at: str = LAYERS,
+    runs: Runs | None = None,
 ) -> Weight:
     """hf: the names of the parts, separated by spaces; the engine's is the same where it is not given."""
     parts = tuple(at + name for name in hf.split())
     name = at + (engine or hf)
-    return Weight("decoder.layers.{layer}." + megatron, parts, name, split, shapes, stored=stored)
+    return Weight("decoder.layers.{layer}." + megatron, parts, name, split, shapes, stored=stored, runs=runs)
 
 
 def _qkv_parts(kind: str, shapes: Shapes, at: str = LAYERS) -> Weight:
@@ -157,30 +165,23 @@ ENDS = {
 NET = "linear_attn."  # of HuggingFace and the engine
 DELTA_NET = (
     replace(INPUT_NORM, stored=""),  # not fused: two linear layers read what the norm gives
-    replace(
-        _layer(
-            "self_attention.in_proj_qkvz.weight",
-            f"{NET}in_proj_qkv.weight {NET}in_proj_z.weight",
-            Split.PARTS,
-            shape.delta_qkv_and_z,
-            engine=NET + "in_proj_qkvz.weight",
-        ),
+    _layer(
+        "self_attention.in_proj_qkvz.weight",
+        f"{NET}in_proj_qkv.weight {NET}in_proj_z.weight",
+        Split.PARTS,
+        shape.delta_qkv_and_z,
+        engine=NET + "in_proj_qkvz.weight",
         runs=shape.delta_qkvz_runs,
     ),
-    replace(
-        _layer(
-            "self_attention.in_proj_ba.weight",
-            f"{NET}in_proj_b.weight {NET}in_proj_a.weight",
-            Split.PARTS,
-            shape.delta_b_and_a,
-            engine=NET + "in_proj_ba.weight",
-        ),
+    _layer(
+        "self_attention.in_proj_ba.weight",
+        f"{NET}in_proj_b.weight {NET}in_proj_a.weight",
+        Split.PARTS,
+        shape.delta_b_and_a,
+        engine=NET + "in_proj_ba.weight",
         runs=shape.delta_ba_runs,
     ),
-    replace(
-        _layer(CONVOLUTION, NET + "conv1d.weight", Split.PARTS, shape.delta_convolution),
-        runs=shape.delta_convolution_runs,
-    ),
+    _layer(CONVOLUTION, NET + "conv1d.weight", Split.PARTS, shape.delta_convolution, runs=shape.delta_convolution_runs),
     replace(_layer("self_attention.A_log", NET + "A_log", ROWS, shape.delta_heads), float32=True),
     _layer("self_attention.dt_bias", NET + "dt_bias", ROWS, shape.delta_heads),
     _layer("self_attention.out_norm.weight", NET + "norm.weight", REPLICATED, shape.delta_value_dim),

@@ -11,6 +11,7 @@ from hybridflow.parallel.layout import Group
 
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
+Runs = Callable[[ModelSpec], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Weight:
     layer: int | None = None
     float32: bool = False  # whatever the model's dtype, here and in the engine
     adapter: Literal["", "a", "b"] = ""  # which matrix of an adapter it is (`architecture.lora`)
-    runs: Callable[[ModelSpec], tuple[int, ...]] | None = None  # how many rows each run of PARTS has, of one expert
+    runs: Runs | None = None  # how many rows each run of PARTS has, of one expert
     stacked: bool = True  # in a torch_dist checkpoint with the same weight of the other layers, which are all alike
 
     @property

@@ -98,11 +98,13 @@ def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost
 
 
 def cache_bytes_read(spec: ModelSpec, *, tp: int, itemsize: int, context: float) -> float:
-    """Of a sequence's token in a layer in the mean: keys and values, or a state, which is written again."""
-    token, states = token_bytes(spec, tp=tp, itemsize=itemsize), 0.0
-    if spec.delta is not None:
-        states = 2 * state_bytes(spec, tp=tp, itemsize=itemsize) * mixer_shares(spec)["delta_net"]
-    return token * context * spec.num_attention_layers / spec.num_layers + states
+    """Of a sequence's token in a layer in the mean: keys and values, with a window the last; a state, written again."""
+    token, shares = token_bytes(spec, tp=tp, itemsize=itemsize), dict(mixer_shares(spec))
+    states, windows = shares.pop("delta_net", 0.0), shares.pop("window", 0.0)
+    read = token * context * sum(shares.values())
+    if windows:
+        read += token * min(context, spec.sliding_window or context) * windows
+    return read + (2 * state_bytes(spec, tp=tp, itemsize=itemsize) * states if states else 0.0)
 
 
 def _sampled(model: Model, sequences: float) -> Cost:

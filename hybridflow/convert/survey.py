@@ -17,6 +17,7 @@ from hybridflow.architecture.tables import LM_HEAD
 from hybridflow.architecture.weight import Shape
 from hybridflow.architecture.weight_files import MegatronDirectory, open_checkpoint
 from hybridflow.architecture.weights import embedding, model_weights
+from hybridflow.architecture.wrapper import VISION
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import is_distributed
@@ -26,9 +27,6 @@ MAX_LISTED = 20
 
 # Buffers that older versions of transformers saved although config.json says all that they hold.
 DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached", "*.masked_bias")
-
-
-VISION = ("model.visual.", "vision_tower.", "multi_modal_projector.")  # in front of the tensors of what reads images
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,14 @@ from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
 )
-from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import KeepsFloat32, mark
 from hybridflow.models.lora import AdapterChoice, add_adapters
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
@@ -225,7 +224,7 @@ def _on_device(rotary: Rotary | None) -> Rotary | None:
 
 
 def _knows_packing(mixer: nn.Module) -> bool:
-    if isinstance(mixer, DeltaNet | LatentAttention):
+    if isinstance(mixer, Mixer):
         return True
     return isinstance(mixer, GroupedSelfAttention) and isinstance(mixer.core_attention, PackedAttention)
 

@@ -10,15 +10,9 @@ Key heads are cut over the tensor-parallel ranks, and with each its value heads.
 what vLLM has under these names: of each part this rank's rows, one part below the other.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
@@ -27,35 +21,7 @@ from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.delta_rule import DeltaRule, causal_convolution
 from hybridflow.models.layers import HeadNorm
-
-LinearClass = Callable[..., Any]  # megatron's column- or row-parallel layer, or Transformer Engine's
-
-
-@dataclass
-class LinearClasses:
-    """Of a layer's linear layers."""
-
-    column: LinearClass
-    row: LinearClass
-
-    def by_rows(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
-        """Cut by rows: reads all tokens, and gives this rank's outputs."""
-        return self.column(inputs, outputs, gather_output=False, **_options(config, groups, skip_bias_add=False))
-
-    def by_columns(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
-        """Cut by columns: reads this rank's inputs, and gives the sum over the ranks."""
-        return self.row(inputs, outputs, input_is_parallel=True, **_options(config, groups, skip_bias_add=True))
-
-
-def _options(config: TransformerConfig, groups: ProcessGroupCollection, *, skip_bias_add: bool) -> dict[str, Any]:
-    return {
-        "config": config,
-        "init_method": config.init_method,  # never called: every weight is loaded
-        "bias": False,
-        "skip_bias_add": skip_bias_add,
-        "is_expert": False,
-        "tp_group": groups.tp,
-    }
+from hybridflow.models.mixer import LinearClasses, Mixer
 
 
 class Convolution(nn.Module):
@@ -66,7 +32,7 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width, dtype=dtype))
 
 
-class DeltaNet(MegatronModule):
+class DeltaNet(Mixer):
     """megatron's `self_attention` of a layer: (tokens, 1, hidden) in and out."""
 
     def __init__(
@@ -81,8 +47,8 @@ class DeltaNet(MegatronModule):
         **kwargs: object,
     ) -> None:
         """kwargs: what a layer tells any attention."""
-        super().__init__(config=config)
-        self.layer_number, self._sizes, self._rule = layer_number, sizes, rule
+        super().__init__(config, layer_number)
+        self._sizes, self._rule = sizes, rule
         ranks, heads, hidden = pg_collection.tp.size(), sizes.value_heads, config.hidden_size
         self.in_proj_qkvz = linear.by_rows(config, hidden, 2 * sizes.keys + 2 * sizes.values, pg_collection)
         self.in_proj_ba = linear.by_rows(config, hidden, 2 * heads, pg_collection)
@@ -93,8 +59,6 @@ class DeltaNet(MegatronModule):
         self.out_norm = HeadNorm(config, sizes.value_dim, config.layernorm_epsilon)
         self.out_norm.group = pg_collection.tp
         self.out_proj = linear.by_columns(config, sizes.values, hidden, pg_collection)
-        modules = config.recompute_modules or ()
-        self._again = config.recompute_granularity == "selective" and "core_attn" in modules
 
     def keep_float32(self) -> None:
         """After a cast: A_log is float32 in any model, here and in the engine."""
@@ -124,6 +88,6 @@ class DeltaNet(MegatronModule):
             gated: Tensor = self.out_norm(mixed) * silu(gate.float())
             return gated.to(mixed.dtype).flatten(1)
 
-        mixed = checkpoint(core, False, qkvz, ba) if self._again and self.training else core(qkvz, ba)
+        mixed = self.computed(core, qkvz, ba)
         out: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
         return out

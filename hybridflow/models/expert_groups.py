@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-BEST_OF_GROUP = 2  # whose sum is the group's score
+from hybridflow.architecture.latent_fields import BEST_OF_GROUP
 
 
 class ExpertGroups(NamedTuple):

@@ -19,8 +19,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -28,8 +26,8 @@ from torch.nn.functional import linear, pad
 from hybridflow.architecture.latent_weights import NORM_EPS
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
-from hybridflow.models.delta_net import LinearClasses
 from hybridflow.models.layers import RMSNorm, mark
+from hybridflow.models.mixer import LinearClasses, Mixer
 
 
 class ReplicatedLinear(nn.Module):
@@ -45,7 +43,7 @@ class ReplicatedLinear(nn.Module):
         return linear(x, self.weight)
 
 
-class LatentAttention(MegatronModule):
+class LatentAttention(Mixer):
     """megatron's `self_attention` of a layer: (tokens, 1, hidden) in and out."""
 
     def __init__(
@@ -62,8 +60,8 @@ class LatentAttention(MegatronModule):
         **kwargs: object,
     ) -> None:
         """scale: of the products of queries and keys. kwargs: what a layer tells any attention."""
-        super().__init__(config=config)
-        self.layer_number, self._sizes, self._scale, self._functions = layer_number, sizes, scale, functions
+        super().__init__(config, layer_number)
+        self._sizes, self._scale, self._functions = sizes, scale, functions
         self._group, heads, hidden = pg_collection.tp, config.num_attention_heads, config.hidden_size
         self._heads = heads // self._group.size()
         self.linear_proj = linear.by_columns(config, heads * sizes.value_dim, hidden, pg_collection)
@@ -77,8 +75,6 @@ class LatentAttention(MegatronModule):
         self.kv_a_layernorm = norm(config, sizes.key_rank, eps=NORM_EPS)
         outputs = heads * (sizes.plain_dim + sizes.value_dim)
         self.linear_kv_b = linear.by_rows(config, sizes.key_rank, outputs, pg_collection)
-        modules = config.recompute_modules or ()
-        self._again = config.recompute_granularity == "selective" and "core_attn" in modules
 
     def forward(
         self,
@@ -94,7 +90,7 @@ class LatentAttention(MegatronModule):
         def core(query: Tensor, key_value: Tensor, rotary_key: Tensor) -> Tensor:
             return self._attention(query, key_value, rotary_key, packed)
 
-        mixed = checkpoint(core, False, *inputs) if self._again and self.training else core(*inputs)
+        mixed = self.computed(core, *inputs)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.unsqueeze(1))
         return out
 

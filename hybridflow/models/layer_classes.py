@@ -23,10 +23,10 @@ from hybridflow.models.attention import (
     rotation,
 )
 from hybridflow.models.attention_backends import attend_on_gpus
-from hybridflow.models.delta_net import LinearClasses
 from hybridflow.models.delta_rule import DeltaRule, delta_rule
 from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
+from hybridflow.models.mixer import LinearClasses
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.models.window_attention import attend_in_window
 from hybridflow.parallel.device import uses_cuda

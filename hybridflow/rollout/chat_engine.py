@@ -25,7 +25,7 @@ class ChatEngine:
             raise EnvironmentProblem(f"vLLM cannot be imported ({error})") from error
         device, language_model = engine_device(), _language_model(model)
         cpu, arguments = device.kind == "cpu", dict[str, Any]()
-        if language_model is not None and (language_model.has_states or language_model.latent):
+        if language_model is not None and language_model.needs_words:
             language_model.prepared(device)
             arguments = language_model.arguments(device.kind, prefix_caching=True)
             if language_model.wrapped:

@@ -1,11 +1,13 @@
 """What vLLM has to be told of the actor's model beside the directory."""
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from hybridflow.architecture.spec import TEXT_CONFIG, ModelSpec
+from hybridflow.architecture.wrapper import unwrapped
 from hybridflow.parallel.versions import replace_in
 from hybridflow.rollout.device import EngineDevice
 
@@ -13,13 +15,18 @@ from hybridflow.rollout.device import EngineDevice
 def leave_out_images(architecture: str) -> None:
     """Have vLLM's own loader read the language model out of a directory with what reads images.
 
-    architecture: of vllm.model_executor.models.qwen3_5. The trainer's weights need no such loader.
+    architecture: of the language model. The trainer's weights need no such loader.
     """
-    module: Any = importlib.import_module("vllm.model_executor.models.qwen3_5")
-    mapper: Any = importlib.import_module("vllm.model_executor.models.utils").WeightsMapper
-    model = getattr(module, architecture)
-    without = model.hf_to_vllm_mapper | mapper(orig_to_new_prefix={"model.visual.": None})
-    replace_in(model, hf_to_vllm_mapper=without)
+    from vllm.model_executor.models import ModelRegistry
+
+    model: Any = ModelRegistry.models[architecture].load_model_cls()
+    theirs = model.load_weights
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        named = ((unwrapped(name), tensor) for name, tensor in weights)
+        return theirs(self, ((name, tensor) for name, tensor in named if name is not None))
+
+    replace_in(model, load_weights=load_weights)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class LanguageModel:
             latent=spec.latent is not None,
             fields=spec.engine_fields,
         )
+
+    @property
+    def needs_words(self) -> bool:
+        """Whether vLLM by itself would not compute the model, or would otherwise."""
+        return self.has_states or self.latent or self.wrapped
 
     @property
     def from_files(self) -> "LanguageModel":

@@ -17,12 +17,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.cpu.kernels import attention as kernels
 from hybridflow.cpu.kernels.attention import Items
-from hybridflow.models import latent_attention
+from hybridflow.models import mixer
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.delta_net import LinearClasses
 from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import attention_functions
 from hybridflow.models.layers import RMSNorm
+from hybridflow.models.mixer import LinearClasses
 from hybridflow.placement.latent import latent_bytes
 from tests.placement.kept import KeptBytes
 from tests.tiny_models import ROPE_DEEPSEEK
@@ -139,7 +139,7 @@ def test_what_it_keeps_is_what_the_plan_says(query_rank: int | None, value_dim: 
     packed = PackedSequences.from_lengths(LENGTHS, torch.device("cpu")).with_rotary(angles, torch.float32)
     assert packed.cos is not None and packed.sin is not None
     weights = [*ours.parameters(), hidden, packed.cos, packed.sin]
-    with KeptBytes(weights) as kept, mock.patch.object(latent_attention, "checkpoint", without_states):
+    with KeptBytes(weights) as kept, mock.patch.object(mixer, "checkpoint", without_states):
         out = ours(hidden, packed_seq_params=packed)[0]
     spec = SimpleNamespace(latent=ours._sizes, num_heads=HEADS, family="deepseek_v3")
     planned = sum(latent_bytes(spec, recompute="selective" if again else "none", itemsize=4))

@@ -106,7 +106,10 @@ def test_a_wrapper_without_a_language_model_is_refused(tmp_path: Path) -> None:
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported"),
         ({"layer_types": ["linear_attention"]}, "layer_types = .* has 1 entries for 2 layers"),
-        ({"layer_types": ["linear_attention", "mamba"]}, "layer_types.1 = 'mamba' .* must be full_attention or linear_attention"),
+        (
+            {"layer_types": ["linear_attention", "mamba"]},
+            "layer_types.1 = 'mamba' .* must be full_attention or linear_attention",
+        ),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads = 6 .* a multiple of linear_num_key_heads = 4"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0"),
     ],
