@@ -116,6 +116,7 @@ SOLE_USERS: dict[str, list[str]] = {
     "megatron.core.dist_checkpointing": ["hybridflow.checkpoint", "hybridflow.checkpoint.*"],
     "vllm": ["hybridflow.rollout", "hybridflow.rollout.*", "hybridflow.cpu.engine.*"],
     "triton": [
+        "hybridflow.models.expert_triton",  # torch sorts, adds by index, and has no activation with shares
         "hybridflow.parallel.vocab_triton",  # torch makes 18 float32 passes over the logits where one read is enough
         "hybridflow.reshard.kernel",  # torch has no permutation in place, and one launch a copy
     ],
@@ -595,7 +596,7 @@ BROKEN = {
     "triton": (
         "hybridflow.reshard.execute",
         "import triton.language as tl",
-        "only hybridflow.parallel.vocab_triton, hybridflow.reshard.kernel",
+        "only hybridflow.models.expert_triton, hybridflow.parallel.vocab_triton, hybridflow.reshard.kernel",
     ),
     "yaml": ("tools.convert", "import yaml", "tools.convert:1 uses yaml"),
     "os.environ": (

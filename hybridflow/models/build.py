@@ -26,9 +26,10 @@ from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
 )
+from hybridflow.models.expert_dispatch import TokenDispatcher
 from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.layer_classes import output_layer_config
+from hybridflow.models.layer_classes import DispatcherName, output_layer_config
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import KeepsFloat32, mark
 from hybridflow.models.lora import AdapterChoice, add_adapters
@@ -39,6 +40,7 @@ from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.models.routing import routing_of, take_engines_experts
 from hybridflow.models.scaled_embedding import ScaledEmbedding
+from hybridflow.models.token_dispatchers import token_dispatcher
 from hybridflow.parallel.device import current_device
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -84,7 +86,7 @@ class PackedModel(LanguageModule):
                 layer.mlp.router.scaling = spec.routed_scaling
                 layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
                 if layout.replicas_per_expert_copy > 1:
-                    _share_experts(layer.mlp, config, grid)
+                    _share_experts(layer.mlp, config)
         for module in self.modules():
             finish: Any = getattr(module, "finish_init", None)
             if finish is not None:  # Transformer Engine's layers: no recipe of quantization
@@ -107,6 +109,12 @@ class PackedModel(LanguageModule):
         mixers = {type(layer.self_attention).__name__ for layer in layers if not _knows_packing(layer.self_attention)}
         assert not mixers, f"{', '.join(mixers)}: would mix the tokens of packed sequences"
         return layers
+
+    def set_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+        """The way of tokens to their experts, the same in all layers."""
+        for layer in self._checked_layers():
+            if isinstance(layer.mlp, MixtureOfExperts):
+                layer.mlp.dispatcher = dispatcher
 
     def add_adapters(self, spec: ModelSpec, grid: Grid) -> None:
         """Freeze the model but for a value head, and add the adapters of `spec`."""
@@ -211,9 +219,8 @@ def _float32_kept(chunk: PackedModel) -> PackedModel:
     return chunk
 
 
-def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: Grid) -> None:
+def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig) -> None:
     """With other replicas: each rank routes own tokens, and gradients are summed over copies of the experts."""
-    mixture.ep_group = grid.groups.tp_ep
     mark(mixture.router.weight, sequence_parallel=config.sequence_parallel)
     for parameter in mixture.experts.parameters():
         mark(parameter, allreduce=False)
@@ -265,24 +272,29 @@ def build_model(
     device: torch.device,
     head_seed: int | None = None,
     arguments: Mapping[str, Any] | None = None,
+    dispatcher: DispatcherName = "auto",
 ) -> list[PackedModel]:
-    """This rank's chunks of the model, filled from `spec.path`.
+    """This rank's chunks of the model, filled from `spec.path`. Of a mixture, collective: see `token_dispatcher`.
 
     arguments: as `transformer_config` takes them. head_seed: what a score head is drawn from that is not there; None:
-    the head starts at zero, as a critic's may.
+    the head starts at zero, as a critic's may. dispatcher: of tokens to experts.
 
-    Errors: CheckpointError naming the file and tensor that is missing, damaged or of another shape.
+    Errors: those of `token_dispatcher`; CheckpointError naming the file and tensor that is missing, damaged or of
+    another shape.
     """
     config = transformer_config(
         spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute, arguments=arguments
     )
     adapt_megatron()
     model_class = ValueModel if head == "score" else PolicyModel
+    way = token_dispatcher(config, grid, dispatcher) if spec.num_experts else None
     chunks = []
     for number in range(grid.layout.vpp):
         chunk: PackedModel = model_class(config, spec, grid, number)
         if spec.lora is not None:
             chunk.add_adapters(spec, grid)
+        if way is not None:
+            chunk.set_dispatcher(way)
         chunks.append(_float32_kept(chunk.to(device=device, dtype=DTYPES[dtype])))
     load_weights(chunks, spec, grid, head=head, head_seed=head_seed)
     return chunks

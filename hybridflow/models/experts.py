@@ -1,8 +1,7 @@
-"""A mixture of experts in place of a layer's MLP, with experts shared by the tensor-parallel ranks.
+"""A mixture of experts in place of a layer's MLP, with experts shared by ranks.
 
 Each rank has a run of whole experts, or a share of each expert like that of a dense MLP, or a share of each of a run.
-All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output. Where
-several replicas share the experts, each rank routes own tokens and sends them (`expert_dispatch`).
+How tokens get to them is in `expert_dispatch`, how they are ordered by expert in `expert_rows`.
 
 For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
 
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 from torch.nn.utils import skip_init
 
-from hybridflow.models.expert_dispatch import dispatch_and_combine
+from hybridflow.models.expert_dispatch import Arrived, TokenDispatcher
 from hybridflow.models.expert_groups import ExpertGroups
+from hybridflow.models.expert_rows import ExpertKernels, rows_of, sums_of
 from hybridflow.models.layers import Function
 from hybridflow.models.routing import Replay, RoutingMismatch, replayed
 from hybridflow.parallel.layout import Place
@@ -141,124 +141,80 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """This rank's part of a layer's experts: the experts of the rank's run, and the rank's share of each."""
 
-    def __init__(self, config: TransformerConfig, swiglu: Function, place: Place) -> None:
+    def __init__(self, config: TransformerConfig, kernels: ExpertKernels, place: Place) -> None:
         super().__init__()
-        self._swiglu = swiglu
+        self._kernels = kernels
         size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
         self.num_held = not_none(config.num_moe_experts) // place.ep
-        self._num_experts, self._holds_all = self.num_held * place.ep, place.ep == 1
-        self._first = place.ep_rank * self.num_held
         self.linear_fc1 = ExpertLinear(self.num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
         self.linear_fc2 = ExpertLinear(self.num_held, config.hidden_size, size, dtype)
 
-    def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
+    def forward(self, arrived: Arrived) -> Tensor:
+        """(n, hidden) of the outputs of the tokens that have arrived: of each the sum over the experts held here.
 
         Shares are multiplied into what the second matrix reads, which is narrower than the outputs: shares are then
         kept by nobody, and are in the tokens' dtype.
         """
-        order, ends = self._by_expert(experts)
-        outputs = self.compute(tokens[order // experts.shape[1]], shares.flatten()[order, None], ends)
-        # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
-        if self._holds_all:
-            by_token: Tensor = outputs[order.argsort()]
-        else:
-            by_token = outputs.new_zeros(experts.numel(), outputs.shape[1]).index_copy(0, order, outputs)
-        summands: Tensor = by_token.unflatten(0, experts.shape)
-        return summands.sum(1)
-
-    def compute(self, rows: Tensor, shares: Tensor, ends: Tensor) -> Tensor:
-        """(r, hidden) by expert, (r, 1), and where each expert's rows end (int32) -> (r, hidden)."""
-        hidden: Tensor = self._swiglu.apply(self.linear_fc1(rows, ends))
-        outputs: Tensor = self.linear_fc2((hidden * shares).to(hidden.dtype), ends)
-        return outputs
-
-    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of tokens that go to the experts of this rank, by expert, and where each expert's end (int32).
-
-        Where others have some of the experts, how many copies there are is read back from the device: rows for all of
-        them would take ep times the memory.
-        """
-        numbers = torch.arange(self.num_held, device=experts.device)
-        wanted = experts.flatten() if self._holds_all else (experts.flatten() - self._first) % self._num_experts
-        chosen, order = wanted.sort(stable=True)
-        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
-        return order if self._holds_all else order[: int(ends[-1])], ends
+        kernels, order = self._kernels, self._kernels.order(arrived.experts, self.num_held, arrived.num_copies)
+        hidden = self.linear_fc1(rows_of(arrived.tokens, order, kernels), order.ends)
+        outputs = self.linear_fc2(kernels.activated(hidden, arrived.shares, order), order.ends)
+        return sums_of(outputs, order, kernels)
 
 
 class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
-    `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on a config.
-    place: which part of the experts this rank has. `ep_group`: the ranks that share a copy of the experts, where these
-    are of several replicas; else None.
+    `dispatcher`, `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on a
+    config. place: which part of the experts this rank has.
     replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
     differences: where those are counted that the trainer would not have chosen.
     """
+
+    dispatcher: TokenDispatcher
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
         swiglu: Function,
+        kernels: ExpertKernels,
         place: Place,
         router: type[Router] = Router,
         shared_size: int = 0,
         gated: bool = False,
         **kwargs: object,
     ) -> None:
-        """shared_size: of the expert that every token goes through; 0: there is none. gated: whether it has a gate.
+        """swiglu: of the expert that every token goes through; shared_size: its size; 0: there is none. gated: whether
+        it has a gate.
 
         kwargs: what a layer of 0.19.2 tells any MLP; `group` counts, megatron's groups do not.
         """
         super().__init__(config=config)
-        self.router, self.experts = router(config), Experts(config, swiglu, place)
+        self.router, self.experts = router(config), Experts(config, kernels, place)
         if shared_size:
             self.shared_experts = SharedExpert(config, shared_size, swiglu, gated=gated)
         self.group: dist.ProcessGroup | None = None
-        self.ep_group: dist.ProcessGroup | None = None
-        self._place = place
         self.replayed: Tensor | None = None
         self.differences: RoutingMismatch | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
-        if self.ep_group is not None:
-            return self._computed_elsewhere(hidden, self.ep_group), None
-        if self.config.sequence_parallel:
-            # what comes back of the gradient is summed below already
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
-        tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens, self.replayed)
-        # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
-        tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
-        output = self.experts(tokens, shares, experts)
-        if self._has_shared:
-            output = output + self.shared_experts(tokens, self.group)
-        return self._summed(output.unflatten(0, hidden.shape[:2])), None
+        tokens = self.dispatcher.tokens(hidden)
+        sent = self.dispatcher.dispatch(tokens, *self.router(tokens, self._own_replayed(len(tokens))))
+        if not self._has_shared:
+            return sent.back(self.experts(sent.arrived())).view(hidden.shape), None
+        if not self.dispatcher.sends:
+            arrived = sent.arrived()
+            output = self.experts(arrived) + self.shared_experts(arrived.tokens, self.group)
+            return sent.back(output).view(hidden.shape), None
+        beside = self._shared(hidden)  # while tokens travel
+        return sent.back(self.experts(sent.arrived())).view(hidden.shape) + beside, None
 
     @property
     def _has_shared(self) -> bool:
         return hasattr(self, "shared_experts")
 
-    def _summed(self, output: Tensor) -> Tensor:
-        """Over the tensor-parallel ranks; with sequence parallelism of this rank's tokens."""
-        if self.config.sequence_parallel:
-            summed: Tensor = reduce_scatter_to_sequence_parallel_region(output, group=self.group)
-        else:
-            summed = reduce_from_tensor_model_parallel_region(output, group=self.group)
-        return summed
-
-    def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens, self._own_replayed(len(tokens)))
-        compute, num_held = self.experts.compute, self.experts.num_held
-        output = dispatch_and_combine(
-            tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
-        )
-        return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)
-
     def _own_replayed(self, num_tokens: int) -> Tensor | None:
-        """Of this rank's tokens, where sequence parallelism splits them."""
+        """Of the tokens that this rank routes, where sequence parallelism splits them."""
         if self.replayed is None or len(self.replayed) == num_tokens:
             return self.replayed
         start = not_none(self.group).rank() * num_tokens
@@ -269,7 +225,14 @@ class MixtureOfExperts(MegatronModule):
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: the expert's shares lie on the tensor-parallel ranks."""
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
+            tokens = gather_from_sequence_parallel_region(hidden, group=self.group)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
-        return self._summed(self.shared_experts(hidden.flatten(0, 1), self.group).unflatten(0, hidden.shape[:2]))
+            tokens = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        output = self.shared_experts(tokens.flatten(0, 1), self.group).unflatten(0, tokens.shape[:2])
+        sum_up = reduce_scatter_to_sequence_parallel_region if self.config.sequence_parallel else _reduce
+        return sum_up(output, group=self.group)
+
+
+def _reduce(output: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    summed: Tensor = reduce_from_tensor_model_parallel_region(output, group=group)
+    return summed

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
@@ -25,11 +25,15 @@ from hybridflow.models.attention import (
 from hybridflow.models.attention_backends import attend_on_gpus
 from hybridflow.models.delta_rule import DeltaRule, delta_rule
 from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
+from hybridflow.models.expert_rows import ExpertKernels, KernelsByTorch
+from hybridflow.models.expert_triton import HAS_TRITON, KernelsByTriton
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.mixer import LinearClasses
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.models.window_attention import attend_in_window
 from hybridflow.parallel.device import uses_cuda
+
+DispatcherName = Literal["auto", "alltoall", "deepep"]  # of tokens to experts
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,22 @@ def layer_classes() -> LayerClasses:
     if uses_cuda():
         return ON_GPUS
     return LayerClasses() if library() is None else IN_C
+
+
+def expert_kernels(*, kept: bool) -> ExpertKernels:
+    """kept: whether the backward pass reads the experts' rows as the forward pass has left them.
+
+    Then there are no more rows than copies of tokens, a number that is read back where other ranks have some of the
+    experts. Rows that are made again, or never read again, may be more: that takes memory for one layer alone.
+    """
+    if uses_cuda() and HAS_TRITON:
+        return KernelsByTriton(counts_on_device=not kept)
+    return KernelsByTorch(layer_classes().swiglu.function)
+
+
+def asks_for_deep_ep(wanted: DispatcherName) -> bool:
+    """auto: DeepEP on GPUs, which it is made for, where nothing stands against it."""
+    return wanted == "deepep" or (wanted == "auto" and uses_cuda())
 
 
 def has_transformer_engine() -> bool:

@@ -34,6 +34,7 @@ from hybridflow.models.layer_classes import (
     attention_functions,
     delta_rule_function,
     device_arguments,
+    expert_kernels,
     has_transformer_engine,
     layer_classes,
     linear_classes,
@@ -183,8 +184,10 @@ def _layer_spec(
     if kind.mlp == "experts":
         sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
         router = sigmoid if traits.sigmoid_router else Router
+        kernels = expert_kernels(kept=not _runs_experts_again(config))
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
-        parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
+        made_of = {"swiglu": classes.swiglu.function, "kernels": kernels, "place": place}
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={**made_of, **kind_of})
     if kind.mixer == "delta_net":
         assert spec.delta is not None, "a layer that is a gated delta net has sizes"
         linear = linear_classes(engine=_has_engine_layers(spec))
@@ -210,6 +213,11 @@ def _layer_spec(
     functions = _attention_functions(config, interleaved=traits.rotary_interleaved, window=window)
     attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
     return layer
+
+
+def _runs_experts_again(config: TransformerConfig) -> bool:
+    """In the backward pass."""
+    return config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())
 
 
 def _activation_class(traits: Family) -> type[nn.Module]:

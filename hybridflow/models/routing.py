@@ -59,24 +59,27 @@ class RoutingMismatch:
     """Counts how often the trainer would have chosen another set of experts.
 
     counts: (2,) int64, added to in place: pairs of a token and a layer that differ, and pairs. rows: the tokens that
-    count, (r,) int64.
+    count, (r,) int64. own: (r,) bool, which of these this rank has; None: all.
     """
 
     counts: Tensor
     rows: Tensor
+    own: Tensor | None = None
 
     def replayed(self, own: Tensor, experts: Tensor) -> Tensor:
         """As the function of this name."""
         ours, theirs = own[self.rows].sort().values, experts[self.rows].long().sort().values
         recorded = is_recorded(experts[self.rows])
+        if self.own is not None:
+            recorded = recorded & self.own
         differ = (ours != theirs).any(1) & recorded
         self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
         return replayed(own, experts)
 
     def within(self, start: int, num_tokens: int) -> "RoutingMismatch":
-        """Of a rank that has these tokens alone."""
-        own = self.rows[(self.rows >= start) & (self.rows < start + num_tokens)] - start
-        return RoutingMismatch(self.counts, own)
+        """Of a rank that has these tokens alone. By a mask: the size of a part would be read from the device."""
+        rows = self.rows - start
+        return RoutingMismatch(self.counts, rows.clamp(0, num_tokens - 1), (rows >= 0) & (rows < num_tokens))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ build does. Nobody who has such a machine means to train on the CPU: that is an 
 
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,3 +92,20 @@ def named_range(name: str) -> AbstractContextManager[Any]:
 def device_name() -> str:
     """For people: what this rank computes on."""
     return f"CUDA ({torch.cuda.get_device_name()})" if uses_cuda() else "CPU"
+
+
+def to_host_async(numbers: torch.Tensor) -> Callable[[], list[int]]:
+    """Of (n,) integers on the device: what reads them on the host. A GPU's copy is under way until then."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        found: list[int] = there.tolist()
+        return found
+
+    return read

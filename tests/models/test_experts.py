@@ -8,6 +8,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hybridflow.architecture.layer_kinds import EXPERTS
+from hybridflow.models.expert_dispatch import Arrived
+from hybridflow.models.expert_rows import KernelsByTorch
 from hybridflow.models.experts import Experts, MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.parallel.layout import Cut, Place
@@ -16,6 +18,15 @@ from tests.automap.round_profile import small_spec
 from tests.placement.kept import KeptBytes
 
 pytestmark = pytest.mark.compiles
+
+
+KERNELS = KernelsByTorch(SwiGLUFunction)
+
+
+def seen(tokens: Tensor, shares: Tensor, chosen: Tensor, place: Place | None = None) -> Arrived:
+    """By a rank that sees all tokens and holds some of four experts."""
+    first = 0 if place is None else place.ep_rank * 4 // place.ep
+    return Arrived(tokens, shares, chosen - first, chosen.numel() if place is None or place.ep == 1 else None)
 
 
 def config(**changes: object) -> TransformerConfig:
@@ -37,9 +48,10 @@ def one_by_one(experts: Experts, tokens: Tensor, shares: Tensor, chosen: Tensor)
 
 def test_a_layer_may_tell_more_than_the_config() -> None:
     """As a layer of megatron-core 0.19.2 does. 0.16.1 gives the config alone."""
-    plain = MixtureOfExperts(config(), swiglu=SwiGLUFunction, place=Place(1, 0))
+    made_of = {"swiglu": SwiGLUFunction, "kernels": KERNELS}
+    plain = MixtureOfExperts(config(), **made_of, place=Place(1, 0))
     others = {"pg_collection": object(), "is_mtp_layer": False, "name": "mlp"}
-    told = MixtureOfExperts(config(), swiglu=SwiGLUFunction, place=Place(1, 0), **others)
+    told = MixtureOfExperts(config(), **made_of, place=Place(1, 0), **others)
     shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in (plain, told)]
     assert shapes[0] == shapes[1] and told.group is None
 
@@ -47,7 +59,7 @@ def test_a_layer_may_tell_more_than_the_config() -> None:
 @pytest.mark.parametrize("chosen", ["spread", "one expert for all", "all but one"])
 def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
     torch.manual_seed(0)
-    experts = Experts(config(), SwiGLUFunction, Place(1, 0))
+    experts = Experts(config(), KERNELS, Place(1, 0))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     tokens = torch.randn(5, 8, requires_grad=True)
@@ -59,7 +71,7 @@ def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
     }[chosen]
     inputs = [tokens, shares, *experts.parameters()]
     expected = one_by_one(experts, tokens, shares, numbers)
-    actual = experts(tokens, shares, numbers)
+    actual = experts(seen(tokens, shares, numbers))
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
     for a, b in zip(
@@ -74,12 +86,12 @@ def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
 def test_a_plan_counts_what_experts_keep_for_the_backward_pass(dtype: torch.dtype) -> None:
     """And no float32 copy of the experts' outputs is among it. t tokens, k experts each, ffn size f, hidden size h."""
     t, k, f, h = 512, 2, 16, 64
-    experts = Experts(config(params_dtype=dtype, hidden_size=h, moe_ffn_hidden_size=f), SwiGLUFunction, Place(1, 0))
+    experts = Experts(config(params_dtype=dtype, hidden_size=h, moe_ffn_hidden_size=f), KERNELS, Place(1, 0))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     tokens, shares = torch.randn(t, h, dtype=dtype, requires_grad=True), torch.rand(t, k, requires_grad=True)
     with KeptBytes([*experts.parameters(), tokens]) as kept:
-        outputs = experts(tokens, shares, torch.randint(0, 4, (t, k)))
+        outputs = experts(seen(tokens, shares, torch.randint(0, 4, (t, k))))
     assert outputs.dtype == dtype
     per_token = partial(
         layer_bytes, kind=EXPERTS, cut=Cut(), sequence_parallel=False, recompute="none", itemsize=dtype.itemsize
@@ -98,10 +110,10 @@ def test_experts_read_no_number_back_from_the_device() -> None:
     """On meta tensors there is none to read; on a GPU each reading waits for all that was launched."""
     with torch.device("meta"):
         experts = Experts(
-            config(params_dtype=torch.bfloat16, hidden_size=64, moe_ffn_hidden_size=64), SwiGLUFunction, Place(1, 0)
+            config(params_dtype=torch.bfloat16, hidden_size=64, moe_ffn_hidden_size=64), KERNELS, Place(1, 0)
         )
         tokens, shares = torch.empty(5, 64, dtype=torch.bfloat16), torch.empty(5, 2)
-        assert experts(tokens, shares, torch.empty(5, 2, dtype=torch.int64)).shape == (5, 64)
+        assert experts(seen(tokens, shares, torch.empty(5, 2, dtype=torch.int64))).shape == (5, 64)
 
 
 @pytest.mark.parametrize("cut", [Cut(2, 1, 2), Cut(4, 1, 4), Cut(4, 2, 2)], ids=str)
@@ -109,18 +121,18 @@ def test_the_parts_of_a_mixture_add_up_to_it(cut: Cut) -> None:
     """Outputs, and gradients of tokens and shares; those of weights are each rank's own. One rank gets no token."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, moe_ffn_hidden_size=16, params_dtype=torch.float32)
-    whole = Experts(config(**sizes), SwiGLUFunction, Place(1, 0))
+    whole = Experts(config(**sizes), KERNELS, Place(1, 0))
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter)
     tokens = torch.randn(7, 16, requires_grad=True)
     shares, chosen = torch.rand(7, 2, requires_grad=True), torch.randint(0, 3, (7, 2))
     own = [tokens, shares, *whole.parameters()]
-    expected = whole(tokens, shares, chosen)
+    expected = whole(seen(tokens, shares, chosen))
     weights = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * weights).sum(), own)
     sums = [torch.zeros_like(x) for x in (expected, tokens, shares)]
     for place in cut.places("experts"):
-        part = Experts(config(**sizes), SwiGLUFunction, place)
+        part = Experts(config(**sizes), KERNELS, place)
         rows = slice(place.ep_rank * 4 // place.ep, (place.ep_rank + 1) * 4 // place.ep)
         columns = slice(place.tp_rank * 16 // place.tp, (place.tp_rank + 1) * 16 // place.tp)
 
@@ -131,7 +143,7 @@ def test_the_parts_of_a_mixture_add_up_to_it(cut: Cut) -> None:
         with torch.no_grad():
             for parameter, held in zip(part.parameters(), cut_as_it_is(*whole.parameters()), strict=True):
                 parameter.copy_(held)
-        output = part(tokens, shares, chosen)
+        output = part(seen(tokens, shares, chosen, place))
         found = torch.autograd.grad((output * weights).sum(), [tokens, shares, *part.parameters()])
         sums = [a + b for a, b in zip(sums, (output, *found[:2]), strict=True)]
         for a, b in zip(found[2:], cut_as_it_is(*gradients[2:]), strict=True):
