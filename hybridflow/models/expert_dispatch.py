@@ -172,7 +172,7 @@ class _Travel:
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
         self._group, self._sent, self._received = group, sent, received
-        self._work: dist.Work | None = None
+        self._under_way: tuple[dist.Work, Tensor] | None = None
 
     def begun(self, rows: Tensor) -> Tensor:
         """(sum(sent), size) -> (sum(received), size), to be read behind `ended`."""
@@ -185,16 +185,19 @@ class _Travel:
         return ended
 
     def launch(self, rows: Tensor, *, backward: bool) -> Tensor:
+        """Where rows arrive."""
         sent, received = (self._received, self._sent) if backward else (self._sent, self._received)
         arrives = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(arrives, rows.contiguous(), received, sent, group=self._group, async_op=True)
-        self._work = work
+        self._under_way = work, arrives
         return arrives
 
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None, "nothing travels"
+    def wait(self) -> Tensor:
+        """The rows that have arrived."""
+        assert self._under_way is not None, "nothing travels"
+        (work, arrived), self._under_way = self._under_way, None
         work.wait()
+        return arrived
 
 
 class _Begin(torch.autograd.Function):
@@ -205,8 +208,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.travel.wait()
-        return grad, None
+        return ctx.travel.wait(), None
 
 
 class _End(torch.autograd.Function):
@@ -218,4 +220,6 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.travel.launch(grad, backward=True), None
+        """autograd wants a gradient of the shape of what has arrived. What travels goes by `ctx.travel`."""
+        ctx.travel.launch(grad, backward=True)
+        return grad, None
