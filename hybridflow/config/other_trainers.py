@@ -411,6 +411,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
     ("ROLE.expert_tensor_parallel_size", "expert_tensor_parallel_size", ""),
     (
+        "ROLE.token_dispatcher",
+        "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
+        "auto, alltoall or deepep, between replicas; tensor-parallel ranks of one replica send nothing",
+    ),
+    (
         "rollout.enable_expert_parallel",
         "rollout.expert_parallel_size vllm_cfg.expert_parallel_size",
         "true or false: over all ranks of an engine replica",
@@ -429,8 +434,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_per_virtual_pipeline_stage "
-        "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap "
-        "moe_router_dtype moe_enable_deepep moe_per_layer_logging transformer_impl use_mbridge vanilla_mbridge "
+        "moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap "
+        "moe_router_dtype moe_per_layer_logging transformer_impl use_mbridge vanilla_mbridge "
         "use_dist_checkpointing dist_checkpointing_path converter_type average_in_collective",
         "there is none here: what megatron-core is built with follows from the model, the layout and the device",
     ),

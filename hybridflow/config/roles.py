@@ -173,6 +173,26 @@ class RoleConfig(LayoutConfig):
     """Tokens of one forward pass on one replica, at most. No less than the longest sequence."""
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
+    token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
+    """How tokens reach experts of other replicas. auto: deepep where all GPUs can have deep_ep, else alltoall."""
+
+    @model_validator(mode="after")
+    def _check_dispatcher(self) -> Self:
+        if self.token_dispatcher == "deepep":
+            if self.replicas_per_expert_copy == 1:
+                shared = self.tensor_parallel_size
+                raise ValueError(
+                    "token_dispatcher = deepep needs experts that replicas share: expert_tensor_parallel_size x "
+                    f"expert_parallel_size = {self.expert_tp} x {self.expert_parallel_size} is no more than "
+                    f"tensor_parallel_size = {shared}"
+                )
+            if self.expert_tp > 1:
+                raise ValueError(
+                    f"token_dispatcher = deepep needs whole experts, expert_tensor_parallel_size is {self.expert_tp}"
+                )
+            if self.dtype != "bfloat16":
+                raise ValueError(f"token_dispatcher = deepep needs dtype = bfloat16, it is {self.dtype}")
+        return self
 
 
 class TrainedRoleConfig(RoleConfig):

@@ -29,6 +29,7 @@ class KernelFacts:
     flash_activated: str | None  # another one that is active in torch, as FA3
     no_flash3: str | None  # why it is not; None where it is active
     optimizer: OptimizerSource
+    no_deep_ep: str | None = None
 
 
 def kernel_facts() -> KernelFacts:
@@ -42,6 +43,7 @@ def kernel_facts() -> KernelFacts:
         flash_activated=current_flash_attention_impl(),
         no_flash3=no_flash3,
         optimizer=optimizer_source(vars(megatron_optimizer)["Adam"]),
+        no_deep_ep=why_not("deep_ep"),
     )
 
 
@@ -61,12 +63,20 @@ def optimizer_source(adam: type) -> OptimizerSource:
     return sources.get(package, "torch")
 
 
-def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str], *, adam: bool, fused: Collection[str] = ()) -> str:
+def kernel_line(
+    facts: KernelFacts,
+    dtypes: Mapping[str, str],
+    *,
+    adam: bool,
+    fused: Collection[str] = (),
+    sending: Mapping[str, str] | None = None,
+) -> str:
     """dtypes: of the models of the run by their names. adam: whether one of them is trained by it.
 
-    fused: models that ask for cuDNN's attention.
+    fused: models that ask for cuDNN's attention. sending: `token_dispatcher` of models whose replicas share experts.
     """
     parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes, fused)]
+    parts += [_dispatcher(facts, name, wanted) for name, wanted in (sending or {}).items()]
     return "kernels for training: " + "; ".join(parts + [_optimizer(facts)] * adam)
 
 
@@ -99,6 +109,13 @@ def _attention(facts: KernelFacts, dtypes: Mapping[str, str], fused: Collection[
         tf32 = "with" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "without"
         parts.append(f"products of {', '.join(whole)} {tf32} TF32")
     return parts
+
+
+def _dispatcher(facts: KernelFacts, name: str, wanted: str) -> str:
+    way = f"tokens of {name} go to experts of other replicas by"
+    if wanted == "alltoall":
+        return f"{way} all-to-all"
+    return f"{way} DeepEP" if facts.no_deep_ep is None else f"{way} all-to-all, not DeepEP ({facts.no_deep_ep})"
 
 
 def _flash(facts: KernelFacts) -> str:

@@ -99,6 +99,7 @@ class Role:
                 device=world.platform.device,
                 head_seed=head_seed,
                 arguments=config.megatron_arguments.given(),
+                dispatcher=config.token_dispatcher,
             )
         self.chunks: pipeline.Chunks = self._models
         self.ahead: PrecomputedScores | None = None
