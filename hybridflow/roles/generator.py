@@ -244,11 +244,8 @@ class Generator:
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         lines = [] if self.kv_cache.is_given else [f"rollout: {cache_words(self._placed, self.kv_cache)}"]
-        if self.engine is not None and (sizes := self.engine.graph_sizes()):
-            lines.append(
-                f"rollout: built the engine in {self.engine.build_seconds:.0f} s, with {len(sizes)} sizes of CUDA "
-                f"graphs, of {min(sizes)} to {max(sizes)} tokens a step, and at most {self.engine.most_rows} sequences"
-            )
+        if self.engine is not None:
+            lines.extend(f"rollout: {note}" for note in self.engine.notes())
         if self.why_eager is not None:
             lines.append(f"rollout: the engine runs without CUDA graphs: {self.why_eager}")
         return lines

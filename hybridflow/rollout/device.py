@@ -7,6 +7,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.rollout.cache import CudaKVCache, KVCache
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from torch import nn
     from vllm import LLM
 
 
@@ -36,6 +37,9 @@ class EngineDevice(Protocol):
 
     def finish(self, llm: "LLM", *, pp: int) -> None:
         """What follows when the engine is built. pp: the engine's pipeline stages."""
+
+    def notes(self, model: "nn.Module") -> list[str]:
+        """Lines for people on how vLLM's model computes."""
 
 
 def engine_device() -> EngineDevice:
@@ -94,3 +98,10 @@ class CudaEngine:
 
     def finish(self, llm: "LLM", *, pp: int) -> None:
         """Nothing."""
+
+    def notes(self, model: "nn.Module") -> list[str]:
+        """Of a mixture by which kernels experts are computed."""
+        from hybridflow.rollout.expert_kernels import expert_note
+
+        note = expert_note(model)
+        return [] if note is None else [note]

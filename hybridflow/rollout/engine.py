@@ -173,6 +173,16 @@ class RolloutEngine:
         sizes = compilation.cudagraph_capture_sizes or ()
         return () if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE" else tuple(sizes)
 
+    def notes(self) -> list[str]:
+        """Lines for people on how the engine computes."""
+        lines = engine_device().notes(self._model_runner().model)
+        if sizes := self.graph_sizes():
+            lines.append(
+                f"built the engine in {self.build_seconds:.0f} s, with {len(sizes)} sizes of CUDA graphs, of "
+                f"{min(sizes)} to {max(sizes)} tokens a step, and at most {self.most_rows} sequences"
+            )
+        return lines
+
     def parameters(self) -> dict[str, Tensor]:
         """The engine's parameters by vLLM's names."""
         return dict(self._model_runner().model.named_parameters())

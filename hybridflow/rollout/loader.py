@@ -34,8 +34,8 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import check_version, replace_in
 from hybridflow.rollout.adapted_layers import add_adapters
 from hybridflow.rollout.adapters import EngineAdapters
+from hybridflow.rollout.expert_kernels import READ_AS_THEY_STAND, expert_methods
 
-READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see cpu/engine
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
 Source = Callable[[str], Tensor]  # engine parameter name -> the trainer's memory for it
 
@@ -115,9 +115,8 @@ def tell_compile_cache(vllm_config: VllmConfig, model: nn.Module, adapters: Engi
 
 def _check_experts(model: nn.Module) -> None:
     """Raise EnvironmentProblem where vLLM has chosen kernels that keep the weights of experts in another order."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name not in READ_AS_THEY_STAND:
+    for _, method in expert_methods(model):
+        if method.unquantized_backend.name not in READ_AS_THEY_STAND:
             raise EnvironmentProblem(
                 f"vLLM computes experts by {method.unquantized_backend.name}, which reorders the experts' weights. "
                 f"Only {', '.join(READ_AS_THEY_STAND)} can read the trainer's weights"

@@ -20,7 +20,7 @@ from hybridflow.config import RolloutConfig
 from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.rollout import engine
 from hybridflow.rollout.device import BESIDE_A_TRAINER, CudaEngine, EngineDevice
-from hybridflow.rollout.loader import READ_AS_THEY_STAND
+from hybridflow.rollout.expert_kernels import READ_AS_THEY_STAND
 
 NAMES = {
     # rollout/patches.py, cpu/engine/patches.py

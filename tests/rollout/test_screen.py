@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from torch import nn
 from tqdm import tqdm
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -78,16 +79,24 @@ def test_an_engine_is_built_without_bars(monkeypatch: pytest.MonkeyPatch, capsys
     [
         (
             (1, 2, 4, 512),
-            "rollout: built the engine in 29 s, with 4 sizes of CUDA graphs, of 1 to 512 tokens a step, and at "
+            "built the engine in 29 s, with 4 sizes of CUDA graphs, of 1 to 512 tokens a step, and at "
             "most 512 sequences",
         ),
         ((), None),
     ],
 )
 def test_graphs_are_said_in_one_line(sizes: tuple[int, ...], line: str | None) -> None:
+    class Engine:
+        build_seconds, most_rows = 29.2, 512
+        graph_sizes = staticmethod(lambda: sizes)
+        _model_runner = staticmethod(lambda: SimpleNamespace(model=nn.Linear(1, 1)))
+
+    said = [] if line is None else [line]
+    assert RolloutEngine.notes(Engine()) == said  # type: ignore[arg-type]
+
     class Built:
         kv_cache = SimpleNamespace(is_given=True)
         why_eager = None
-        engine = SimpleNamespace(graph_sizes=lambda: sizes, build_seconds=29.2, most_rows=512)
+        engine = SimpleNamespace(notes=lambda: said)
 
-    assert Generator.notes(Built()) == ([] if line is None else [line])  # type: ignore[arg-type]
+    assert Generator.notes(Built()) == [f"rollout: {each}" for each in said]  # type: ignore[arg-type]

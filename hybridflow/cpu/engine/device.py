@@ -8,6 +8,7 @@ from hybridflow.cpu.engine.kv_cache import CpuKVCache
 from hybridflow.cpu.engine.patches import patch, patch_latent_attention
 
 if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
+    from torch import nn
     from vllm import LLM
 
 
@@ -46,6 +47,9 @@ class CpuEngine:
         _receive_from_earlier_stage(runner)
         if pp == 1:
             SeveralSteps(engine.engine_core.engine_core.scheduler, runner)
+
+    def notes(self, model: "nn.Module") -> list[str]:
+        return []
 
 
 def _receive_from_earlier_stage(runner: Any) -> None:
