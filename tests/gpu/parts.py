@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.models.attention import PackedSequences, attention_by_length
 from hybridflow.models.layer_classes import attention_functions
@@ -22,10 +21,11 @@ from hybridflow.reshard.execute import select_mover
 from hybridflow.reshard.kernel import copy_pieces, permute_blocks
 from hybridflow.reshard.reserved import Reserved
 from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.gpu.expert_parts import expert_rows, update_of_a_mixture
 from tests.gpu.kernel_parts import KERNEL_PARTS, Line
+from tests.gpu.speed_config import CPU_ONLY, speed_config
 from tests.launch import torchrun
 from tests.reshard.simulated import SimulatedDevice
-from tests.tiny_models import make_tokenizer
 
 NUM_ROUNDS = 10
 Groups = list[tuple[int, tuple[int, ...]]]  # prompts, and what follows each
@@ -233,14 +233,15 @@ PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
     *KERNEL_PARTS,
+    expert_rows,
     attention_of_packed_sequences,
     attention_of_shared_prompts,
     training_beside_the_cpu,
     loop_with_gathered_weights,
     engine_and_update_speed,
+    update_of_a_mixture,
     training_of_adapters,
 )
-CPU_ONLY = {"HYBRIDFLOW_PLATFORM": "cpu"}
 
 
 def _rate(num_bytes: int, device: torch.device, work: Callable[[], object]) -> str:
@@ -299,46 +300,6 @@ def _config(folder: Path, *, dtype: str = "float32", lr: float = 1e-3, **changes
 def _beside(name: str, found: str, on_h100: str, *, right: bool = True) -> Line:
     """With what one H100 has shown on 2026-11-27: docs/explanation/gpus.md."""
     return Line(name, f"{found} (an H100: {on_h100})", right)
-
-
-def speed_config(folder: Path, *, small: bool) -> Path:
-    """GRPO on random weights of Llama-3.2-1B's shape: 64 prompts x 8 responses of 128 + 256 tokens; or a tiny one."""
-    prompts, samples, prompt, response, dtype = (4, 2, 8, 8, "float32") if small else (64, 8, 128, 256, "bfloat16")
-    model, rows = folder / "model", folder / "train.jsonl"
-    _make_llama(model, small=small)
-    texts = ["".join(str((row * i + i // 7) % 10) for i in range(prompt)) for row in range(3 * prompts)]
-    rows.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
-    config = {
-        "name": "speed",
-        "output_dir": str(folder),
-        "num_iterations": 2 if small else 3,
-        "data": {"train": str(rows), "prompts_per_iteration": prompts, "max_prompt_length": prompt},
-        "sampling": {"samples_per_prompt": samples, "max_response_length": response, "ignore_eos": True},
-        "actor": {"model": str(model), "dtype": dtype, "micro_batch_tokens": 40 if small else 16384},
-        "reference": {"model": str(model), "dtype": dtype},
-        "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
-        "algorithm": {"name": "grpo"},
-        "metrics": {"tensorboard": False},
-    }
-    config["actor"]["optimizer"] = {"lr": 1e-6}
-    if small:
-        config["rollout"] = {"kv_cache_gib": 1 / 64}
-    (folder / "config.yaml").write_text(json.dumps(config))
-    return folder / "config.yaml"
-
-
-def _make_llama(directory: Path, *, small: bool) -> None:
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=100)
-    if not small:
-        sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
-        sizes |= dict(vocab_size=128256)
-    heads = 2 if small else 8
-    config = LlamaConfig(
-        **sizes, num_key_value_heads=heads, head_dim=32 if small else 64, tie_word_embeddings=True, eos_token_id=2
-    )
-    with torch.device("cpu" if small else "cuda"):
-        LlamaForCausalLM(config).to(torch.float32 if small else torch.bfloat16).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
 
 
 def _metrics(run: Path) -> list[dict[str, str]]:
