@@ -127,6 +127,11 @@ class Bookkeeping:
         """Raise on every rank unless all ranks are about to train on the same batch."""
         check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, self.exchange.group)
 
+    def move_records(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> None:
+        """Engine's experts go where these mini-batches need them, unless they are there. See `RoutingRecords.move`."""
+        if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
+            self.roles.actor.records.move(batch, epochs)
+
     def note_rows(self, rows: Tensor) -> None:
         """Record that the optimizer steps since the last call used these rows of the batch."""
         for role in self.roles.trained():

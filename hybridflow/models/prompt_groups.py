@@ -87,6 +87,67 @@ def replica_rows(batch: RolloutBatch, num_replicas: int, rows: Sequence[int] | N
     return [sorted(row for group in part for row in group.rows) for part in whole]
 
 
+def rows_that_stay(batch: RolloutBatch, num_replicas: int, epochs: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """The rows of each replica, each ascending, where a row has one replica in all mini-batches of all epochs.
+
+    epochs: of each the rows of each mini-batch, int64. One mini-batch is dealt as `replica_rows` deals the batch, and
+    those of one epoch as it deals each. With several epochs each row, or the rows of a prompt that are never apart, the
+    costliest first, goes to the replica that has least in the mini-batches of the row. Of these ways counts the
+    one whose busiest replicas have least to run.
+    """
+    if num_replicas == 1 or not epochs or len(epochs[0]) == 1:
+        return replica_rows(batch, num_replicas)
+    first = [replica_rows(batch, num_replicas, rows.sort().values.tolist()) for rows in epochs[0]]
+    ways = [[sorted(row for part in parts for row in part) for parts in zip(*first, strict=True)]]
+    if len(epochs) > 1:
+        lengths, of_rows = batch.lengths.tolist(), _mini_batches_of_rows(len(batch), epochs)
+        groups = prompt_groups(batch, range(len(batch)))
+        together = [part for group in groups for part in _never_apart(group, of_rows)]
+        alone = [PromptGroup((row,)) for row in range(len(batch))]
+        ways += [_dealt(units, lengths, of_rows, num_replicas) for units in (together, alone)]
+    return min(ways, key=lambda parts: _most_tokens(batch, parts, epochs))
+
+
+def _mini_batches_of_rows(num_rows: int, epochs: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, ...]]:
+    """Of each row its mini-batch in each epoch."""
+    found = torch.zeros(len(epochs), num_rows, dtype=torch.int64)
+    for epoch, mini_batches in enumerate(epochs):
+        for number, rows in enumerate(mini_batches):
+            found[epoch, rows] = number
+    return [tuple(own) for own in found.T.tolist()]
+
+
+def _never_apart(group: PromptGroup, of_rows: Sequence[tuple[int, ...]]) -> list[PromptGroup]:
+    """The group in parts whose rows have the same mini-batches."""
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for row in group.rows:
+        parts.setdefault(of_rows[row], []).append(row)
+    return [PromptGroup(tuple(rows), group.shared) for rows in parts.values()]
+
+
+def _dealt(
+    units: Sequence[PromptGroup], lengths: Sequence[int], of_rows: Sequence[tuple[int, ...]], num_replicas: int
+) -> list[list[int]]:
+    loads: dict[tuple[int, int], list[int]] = {}  # of an epoch's mini-batch, by replica
+    parts: list[list[int]] = [[] for _ in range(num_replicas)]
+    for unit in sorted(units, key=lambda unit: (-unit.tokens(lengths), unit.rows)):
+        own = [loads.setdefault(place, [0] * num_replicas) for place in enumerate(of_rows[unit.rows[0]])]
+        replica = min(range(num_replicas), key=lambda i: sum(load[i] for load in own))
+        for load in own:
+            load[replica] += unit.tokens(lengths)
+        parts[replica] += unit.rows
+    return [sorted(part) for part in parts]
+
+
+def _most_tokens(batch: RolloutBatch, parts: Sequence[Sequence[int]], epochs: Sequence[Sequence[torch.Tensor]]) -> int:
+    """What the busiest replica of each mini-batch runs, of all mini-batches together."""
+    lengths, total = batch.lengths.tolist(), 0
+    for rows in (rows for mini_batches in epochs for rows in mini_batches):
+        there = set(rows.tolist())
+        total += _busiest([prompt_groups(batch, [row for row in part if row in there]) for part in parts], lengths)
+    return total
+
+
 def _busiest(parts: list[list[PromptGroup]], lengths: Sequence[int]) -> int:
     return max(sum(group.tokens(lengths) for group in part) for part in parts)
 

@@ -366,7 +366,9 @@ class Generator:
             return rollout
         made_by = {prompt: replica for replica, prompts_of in enumerate(asked.of_replicas) for prompt in prompts_of}
         of_rows = [made_by[prompt] for prompt in rollout.prompt_indices.tolist()]
-        return records.keep(rollout, Recorded(own.experts(), of_rows, self.layout, self._placed.stages))
+        recorded = Recorded(own.experts(), of_rows, self.layout, self._placed.stages)
+        _, iteration, *_ = asked.request.seed
+        return records.keep(rollout, recorded, iteration)
 
 
 def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:

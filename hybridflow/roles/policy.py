@@ -17,13 +17,13 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
-from hybridflow.models.routing import RoutingSizes, RowExperts
+from hybridflow.models.routing import RoutingCounts, RoutingSizes, RowExperts
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import PolicyObjective
-from hybridflow.rollout.routing_records import RoutingRecords
+from hybridflow.rollout.routing_records import MiniBatches, RoutingRecords
 
 SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by their length
 
@@ -101,9 +101,11 @@ class ActorAsReference(Reference):
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with.
 
-    routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
-    from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
-    all such pairs. See `models.routing`. records: of the engine's experts, where the actor replays them.
+    routing_counts: of this rank and iteration, of a mixture of experts; None of a dense model. Its `differ`: pairs of a
+    token, one that a response token is predicted from, and a layer, where the engine's experts are not those that the
+    weights before the first step would choose, and all such pairs. Its `load`: tokens of each expert. Both are of the
+    pass for old log-probs, and of the first step where that pass left rows out. See `models.routing`.
+    records: of the engine's experts, where the actor replays them.
     """
 
     def __init__(
@@ -113,13 +115,18 @@ class Actor(TrainedRole):
         temperature: SamplingTemperature,
         world: RunContext,
         routing: RoutingSizes | None = None,
+        mini_batches: MiniBatches | None = None,
         trains: bool = True,
     ) -> None:
-        """routing: the actor takes the engine's experts where a batch has records of them."""
+        """routing: the actor takes the engine's experts where a batch has records of them. mini_batches: of these
+        records, see `RoutingRecords`."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
-        self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
+        self.routing_counts: RoutingCounts | None = None
+        if self.spec.num_experts:
+            shape = self.spec.num_layers, self.spec.num_experts
+            self.routing_counts = RoutingCounts.zeros(*shape, world.platform.device)
         self._first_step_counts = True
         self.records: RoutingRecords | None = None
         if routing is not None:
@@ -131,11 +138,13 @@ class Actor(TrainedRole):
                 world=world.with_engines or world.exchange,
                 trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
+                mini_batches=mini_batches,
             )
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         super().begin_iteration(iteration, num_iterations)
-        self.routing_counts.zero_()
+        if self.routing_counts is not None:
+            self.routing_counts.zero_()
         self._first_step_counts = True
 
     def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> PartialTensor:
@@ -143,7 +152,8 @@ class Actor(TrainedRole):
 
         some: (n,) int64, of these rows alone; the others' are zero.
         """
-        self._first_step_counts &= some is not None  # else all rows are counted here
+        if not self._alone:  # a part of the rows, ahead of the others
+            self._first_step_counts &= some is not None  # else all rows are counted here
         with self._watch.phase("log_probs"), self._routing_counted():
             return self._token_results(batch, _log_probs(self, batch), some)
 
@@ -164,8 +174,16 @@ class Actor(TrainedRole):
         """
         return self.update(batch, _linear(gradients))
 
+    def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
+        """As of any role; rows with the engine's experts are computed where these lie."""
+        if self._alone or self.records is None or not batch.has_routing:
+            return super()._rows_of_replicas(batch, some)
+        return self.records.rows_of_replicas(batch, None if some is None else some.tolist())
+
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
-        return self.records.of_rows(batch, rows) if self.records is not None and batch.has_routing else None
+        if self.records is None or not batch.has_routing:
+            return None
+        return self.records.of_rows(batch, rows[self.grid.dp_rank])
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""
