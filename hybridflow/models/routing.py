@@ -135,19 +135,10 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """Of a rank and an iteration, on the device. differ: see `RoutingMismatch`. load: of `ExpertLoad`."""
+    """Of a rank and an iteration, on the device: of `RoutingMismatch` and `ExpertLoad`. None: nobody counts."""
 
-    differ: Tensor
-    load: Tensor
-
-    @classmethod
-    def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> "RoutingCounts":
-        made = [torch.zeros(*shape, dtype=torch.int64, device=device) for shape in ((2,), (num_layers, num_experts))]
-        return cls(*made)
-
-    def zero_(self) -> None:
-        self.differ.zero_()
-        self.load.zero_()
+    differ: Tensor | None
+    load: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -212,13 +203,15 @@ def routing_of(
 
     rows: of `RoutingMismatch`. counts: None: nobody counts. run_for: the `rows` of `ExpertLoad`, on the CPU.
     """
-    if tokens is None and counts is None:
+    if tokens is None and (counts is None or counts.load is None):
         return None
     own = None if tokens is None else to_device_async(tokens.of_layers(layers), rows.device)
-    if counts is None:
-        return Routing(own)
-    differences = None if own is None else RoutingMismatch(counts.differ, rows)
-    return Routing(own, differences, ExpertLoad(counts.load, to_device_async(run_for(), rows.device), layers))
+    differences, load = None, None
+    if counts is not None and counts.differ is not None and own is not None:
+        differences = RoutingMismatch(counts.differ, rows)
+    if counts is not None and counts.load is not None:
+        load = ExpertLoad(counts.load, to_device_async(run_for(), rows.device), layers)
+    return Routing(own, differences, load)
 
 
 def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

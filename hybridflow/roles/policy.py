@@ -101,10 +101,11 @@ class ActorAsReference(Reference):
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with.
 
-    routing_counts: of this rank and iteration, of a mixture of experts; None of a dense model. Its `differ`: pairs of a
-    token, one that a response token is predicted from, and a layer, where the engine's experts are not those that the
-    weights before the first step would choose, and all such pairs. Its `load`: tokens of each expert. Both are of the
-    pass for old log-probs, and of the first step where that pass left rows out. See `models.routing`.
+    routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
+    from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
+    all such pairs. See `models.routing`. expert_load: (layers, experts) int64 of this rank and iteration: tokens of
+    each expert of a mixture, in the pass for old log-probs and, where that pass left rows out, in the first step too;
+    without such a pass in all steps, so that each row counts as often as any other.
     records: of the engine's experts, where the actor replays them.
     """
 
@@ -123,11 +124,10 @@ class Actor(TrainedRole):
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
-        self.routing_counts: RoutingCounts | None = None
-        if self.spec.num_experts:
-            shape = self.spec.num_layers, self.spec.num_experts
-            self.routing_counts = RoutingCounts.zeros(*shape, world.platform.device)
-        self._first_step_counts = True
+        self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
+        shape = self.spec.num_layers, self.spec.num_experts
+        self.expert_load = torch.zeros(*shape, dtype=torch.int64, device=world.platform.device)
+        self._first_step_counts, self._all_steps_count = True, True
         self.records: RoutingRecords | None = None
         if routing is not None:
             alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
@@ -143,15 +143,16 @@ class Actor(TrainedRole):
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         super().begin_iteration(iteration, num_iterations)
-        if self.routing_counts is not None:
-            self.routing_counts.zero_()
-        self._first_step_counts = True
+        self.routing_counts.zero_()
+        self.expert_load.zero_()
+        self._first_step_counts, self._all_steps_count = True, True
 
     def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> PartialTensor:
         """Of (T,): log-probs of the response tokens, at the sampling temperature.
 
         some: (n,) int64, of these rows alone; the others' are zero.
         """
+        self._all_steps_count = False
         if not self._alone:  # a part of the rows, ahead of the others
             self._first_step_counts &= some is not None  # else all rows are counted here
         with self._watch.phase("log_probs"), self._routing_counted():
@@ -187,19 +188,21 @@ class Actor(TrainedRole):
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""
-        self._count(self._first_step_counts and not self.steps)
+        first = self._first_step_counts and not self.steps
+        self._count(differ=first, load=first or self._all_steps_count)
 
     @contextlib.contextmanager
     def _routing_counted(self) -> Iterator[None]:
-        self._count(True)
+        self._count(differ=True, load=True)
         try:
             yield
         finally:
-            self._count(False)
+            self._count(differ=False, load=False)
 
-    def _count(self, counts: bool) -> None:
+    def _count(self, *, differ: bool, load: bool) -> None:
+        counts = RoutingCounts(self.routing_counts if differ else None, self.expert_load if load else None)
         for model in self._models:
-            model.routing_counts = self.routing_counts if counts else None
+            model.routing_counts = counts if self.spec.num_experts else None
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
         temperature, ends = _temperatures(self.temperature, batch), sequence_ends(batch)

@@ -253,8 +253,9 @@ class RoutingRecords:
     def _numbered(self, batch: RolloutBatch, iteration: int | None) -> RolloutBatch:
         """With new records, of which nothing is kept yet."""
         ids = torch.arange(self._next, self._next + len(batch))
-        known = self._mini_batches is not None and iteration is not None
-        epochs = self._mini_batches(batch.prompt_indices, iteration) if known else ()
+        epochs: Sequence[Sequence[Tensor]] = ()
+        if self._mini_batches is not None and iteration is not None:
+            epochs = self._mini_batches(batch.prompt_indices, iteration)
         self._keepers |= {self._next + row: replica for row, replica in self._owners(batch, epochs).items()}
         self._next += len(batch)
         return replace(batch, record_ids=ids)

@@ -79,7 +79,7 @@ def test_what_the_newer_runner_returns(num_experts: int, dtype: str, ours: torch
 
 def test_routes_in_another_type_are_not_converted() -> None:
     experts = np.zeros((5, 3, 2), "int32")
-    with pytest.raises(EnvironmentProblem, match="routed experts in torch.int32, expected torch.uint8"):
+    with pytest.raises(EnvironmentProblem, match="routed experts in torch\\.int32, expected torch\\.uint8"):
         ReturnedRouting(RoutingSizes(3, 2, 128)).experts("0-a", returned(experts), 5)
 
 

@@ -163,6 +163,7 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
     )[0]
     assert sum(world.sent.values()) <= int(batch.lengths.sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp
     sent, epochs = dict(world.sent), halves(batch.prompt_indices, 5)
+    assert layout.dp == 1 or rows_that_stay(batch, layout.dp, epochs) != replica_rows(batch, layout.dp)
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(kept, epochs))
     for rows in [rows for mini_batches in epochs for rows in mini_batches]:
         some, own = kept.select(rows), torch.cat([of_row(batch, experts, row) for row in rows.tolist()])
