@@ -165,10 +165,7 @@ class Recorder:
 
 
 class WritingRecorder(Recorder):
-    """Rank 0's: metrics.csv, TensorBoard, services, samples.jsonl, batches/, and the progress display.
-
-    experts_load: None where metrics.csv is not written either.
-    """
+    """Rank 0's: metrics.csv, experts_load.csv, TensorBoard, services, samples.jsonl, batches/, the progress display."""
 
     def __init__(
         self,
@@ -177,7 +174,7 @@ class WritingRecorder(Recorder):
         *,
         metrics: MetricsWriter,
         samples: SampleWriter,
-        experts_load: ExpertsLoadWriter | None,
+        experts_load: ExpertsLoadWriter,
         decode: Callable[[list[int]], str],
         check_lock: Callable[[], None] = lambda: None,
     ) -> None:
@@ -229,9 +226,8 @@ class WritingRecorder(Recorder):
             self._write_samples(done)
         with self._noted():
             self._metrics.write(done.number, done.metrics)
-        if self._experts_load is not None:
-            with self._noted():
-                self._experts_load.write(done.number, done.experts_load)
+        with self._noted():
+            self._experts_load.write(done.number, done.experts_load)
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
@@ -248,7 +244,7 @@ class WritingRecorder(Recorder):
 
     @property
     def _files(self) -> list[MetricsWriter | SampleWriter | ExpertsLoadWriter]:
-        return [self._metrics, self._samples, *([] if self._experts_load is None else [self._experts_load])]
+        return [self._metrics, self._samples, self._experts_load]
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
@@ -323,7 +319,7 @@ def record_run(
             progress,
             metrics=metrics,
             samples=samples,
-            experts_load=ExpertsLoadWriter(config.run_dir, resumed=resumed) if written.csv else None,
+            experts_load=ExpertsLoadWriter(config.run_dir, csv=written.csv, resumed=resumed),
             decode=decode,
             check_lock=check_lock,
         )

@@ -148,18 +148,16 @@ class SampleWriter:
 class ExpertsLoadWriter:
     """Writes the load of a mixture's experts to RUN_DIR/experts_load.csv: a row an iteration, column `layer_N` a layer.
 
-    A run without experts has no such file. resumed: rows up to this iteration stay.
+    A run without experts has no such file. csv: False: nothing is written. resumed: rows up to this iteration stay.
     """
 
-    def __init__(self, run_dir: str | Path, *, resumed: int | None = None) -> None:
-        self._path = Path(run_dir) / EXPERTS_LOAD
-        self._file: _CsvFile | None = None
+    def __init__(self, run_dir: str | Path, *, csv: bool, resumed: int | None = None) -> None:
+        self._path, self._writes = Path(run_dir) / EXPERTS_LOAD, csv
         kept = None if resumed is None else kept_metrics(self._path, resumed)
-        if kept is not None:
-            self._file = _CsvFile(self._path, kept)
+        self._file = None if kept is None else _CsvFile(self._path, kept)
 
     def write(self, iteration: int, load: Mapping[int, float]) -> None:
-        if not load:
+        if not load or not self._writes:
             return
         if self._file is None:
             self._file = _CsvFile(self._path, None)

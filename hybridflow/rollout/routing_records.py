@@ -85,6 +85,7 @@ class RoutingRecords:
         self._keepers: dict[int, int] = {}  # the replica that keeps a record, by number
         self._kept: dict[int, Tensor] = {}  # (tokens, own layers, k)
         self._next = 0
+        self._dealt: tuple[Tensor, list[list[int]]] | None = None  # records, and mini-batches that gave their keepers
 
     def keep(self, batch: RolloutBatch, recorded: Recorded, iteration: int | None = None) -> RolloutBatch:
         """The batch with the records of the rows. Collective over the world.
@@ -145,6 +146,8 @@ class RoutingRecords:
         Nothing moves where `keep` knew them. epochs: of each the rows of each mini-batch. Collective over the ranks
         that stand alike in the replicas; other ranks that train call it too.
         """
+        if self._dealt is not None and _is_dealt(self._dealt, batch, epochs):
+            return
         ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
         found = {ids[row]: (row, owner) for row, owner in self._owners(batch, epochs).items() if ids[row] >= 0}
         moves = [(row, self._keepers[number], to) for number, (row, to) in found.items() if self._keepers[number] != to]
@@ -258,6 +261,7 @@ class RoutingRecords:
             epochs = self._mini_batches(batch.prompt_indices, iteration)
         self._keepers |= {self._next + row: replica for row, replica in self._owners(batch, epochs).items()}
         self._next += len(batch)
+        self._dealt = ids, _lists(epochs)
         return replace(batch, record_ids=ids)
 
     def _owners(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> dict[int, int]:
@@ -296,3 +300,14 @@ class RoutingRecords:
                 of_rows = whole.split([lengths[row] for row in parcel.rows])
                 found.append((parcel, dict(zip(parcel.rows, of_rows, strict=True))))
         return found
+
+
+def _lists(epochs: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Of each epoch the rows of its mini-batches, with -1 behind each."""
+    return [[row for rows in mini_batches for row in (*rows.tolist(), -1)] for mini_batches in epochs]
+
+
+def _is_dealt(dealt: tuple[Tensor, list[list[int]]], batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the keepers of these rows were chosen by these mini-batches, so that nothing has to be dealt again."""
+    ids, known = dealt
+    return torch.equal(ids, batch.record_ids) and known == _lists(epochs)
