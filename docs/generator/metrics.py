@@ -59,7 +59,7 @@ WHEN = {
     "actor/clip_fraction": "With a clipped loss.",
     "rollout/experts_differ": "With `algorithm.policy.replay_routing`.",
     "rollout/experts_load_max_over_mean": "Of a mixture of experts. 1: all experts of a layer have as many tokens.",
-    "rollout/experts_load_worst_layer": "Of a mixture of experts. By layer: `experts_load.csv`, and `hybridflow report`.",
+    "rollout/experts_load_worst_layer": "Of a mixture of experts. All layers: `experts_load.csv`, `hybridflow report`.",
     "actor/clip_fraction_low": "With a clipped loss.",
     "actor/clip_fraction_high": "With a clipped loss.",
     "actor/weights_out_of_bounds": "With `algorithm.policy.importance`.",

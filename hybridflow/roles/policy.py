@@ -103,9 +103,10 @@ class Actor(TrainedRole):
 
     routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
     from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
-    all such pairs. See `models.routing`. expert_load: (layers, experts) int64 of this rank and iteration: tokens of
-    each expert of a mixture, in the pass for old log-probs and, where that pass left rows out, in the first step too;
-    without such a pass in all steps, so that each row counts as often as any other.
+    all such pairs. See `models.routing`.
+    expert_load: (layers, experts) int64 of this rank and iteration: tokens of each expert of a mixture, in the pass for
+    old log-probs and, where that pass left rows out, in the first step too. Without such a pass they are those of all
+    steps, so that each row counts as often as any other.
     records: of the engine's experts, where the actor replays them.
     """
 
