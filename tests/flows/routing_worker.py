@@ -38,7 +38,7 @@ RUNS: dict[str, list[str]] = {
     "engine log-probs": [REPLAY, "algorithm.policy.old_log_probs=engine"],
     "stages": [REPLAY, *STAGES],
     "two replicas": [REPLAY, *STAGES[:2]],
-    "groups that differ": [REPLAY, "algorithm.dynamic_sampling={max_generation_rounds: 2}"],
+    "groups that differ": [REPLAY, *STAGES[:2], "algorithm.dynamic_sampling={max_generation_rounds: 2}"],
 }
 
 
