@@ -58,6 +58,8 @@ WHEN = {
     "reward/{}/{}": "With a function that returns several parts.",
     "actor/clip_fraction": "With a clipped loss.",
     "rollout/experts_differ": "With `algorithm.policy.replay_routing`.",
+    "rollout/experts_load_max_over_mean": "Of a mixture of experts. 1: all experts of a layer have as many tokens.",
+    "rollout/experts_load_worst_layer": "Of a mixture of experts. All layers: `experts_load.csv`, `hybridflow report`.",
     "actor/clip_fraction_low": "With a clipped loss.",
     "actor/clip_fraction_high": "With a clipped loss.",
     "actor/weights_out_of_bounds": "With `algorithm.policy.importance`.",

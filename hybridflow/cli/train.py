@@ -20,6 +20,7 @@ A run writes into OUTPUT_DIR/NAME (runs/NAME). A run that starts anew moves an e
     config.yaml                                 the config with every default
     starts.jsonl                                each start: command, versions, and how the start ended
     metrics.csv, tensorboard/                   a row for each iteration
+    experts_load.csv                            of a mixture of experts: the load of experts by layer
     samples.jsonl                               some responses with their scores
     logs/rank_N.log                             the log of a rank; HYBRIDFLOW_LOG=debug writes more, also on the screen
     checkpoints/step_NNNNNN/                    the state to resume from; `hybridflow checkpoints` lists checkpoints

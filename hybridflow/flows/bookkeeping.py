@@ -127,6 +127,11 @@ class Bookkeeping:
         """Raise on every rank unless all ranks are about to train on the same batch."""
         check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, self.exchange.group)
 
+    def move_records(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> None:
+        """Engine's experts go where these mini-batches need them, unless they are there. See `RoutingRecords.move`."""
+        if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
+            self.roles.actor.records.move(batch, epochs)
+
     def note_rows(self, rows: Tensor) -> None:
         """Record that the optimizer steps since the last call used these rows of the batch."""
         for role in self.roles.trained():
@@ -219,25 +224,33 @@ class OnlineBookkeeping(Bookkeeping):
         lengths = length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
         kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
         kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
-        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing() | self._turns(batch)
+        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._turns(batch)
+        actor, experts_load = self.roles.actor, dict[int, float]()
+        if actor is not None:
+            routing, experts_load = routing_metrics(actor, self.exchange)
+            metrics |= routing
         dropped, begins = [self._prompts.dropped, *self._dropped], data.passes_over
         metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, dropped, begins=begins)
         if self.trains and "kl/sequence_mean" in metrics:
             coef = kl_term.updated(float(metrics["kl/sequence_mean"]), int((~batch.failed).sum())).coef
             run.state = replace(run.state, kl_coef=coef)
         interval = self._config.algorithm.kl.reset_reference_interval
-        actor, reference = self.roles.actor, self.roles.reference
+        reference = self.roles.reference
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
             reference.copy_weights(actor)
         metrics |= staleness_metrics(batch, run.iteration) | self._costs(run, batch)
         metrics |= self._generation.metrics(batch, metrics, self.exchange.group.size())
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
-        return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts, portable=portable)
-
-    def _routing(self) -> Metrics:
-        actor, replays = self.roles.actor, self._config.algorithm.policy.replay_routing
-        return routing_metrics(actor, self.exchange) if replays and actor is not None else {}
+        return Iteration(
+            run.iteration,
+            run.prompts,
+            batch,
+            metrics,
+            score_parts=run.score_parts,
+            portable=portable,
+            experts_load=experts_load,
+        )
 
     def _turns(self, batch: RolloutBatch) -> Metrics:
         found = turn_metrics(batch) if batch.has_rewards else {}

@@ -21,6 +21,7 @@ from hybridflow.batch import RolloutBatch, joined, offsets, token_index
 from hybridflow.checkpoint.state import RunState, Surplus
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.flows.run import Run
+from hybridflow.models.routing import as_record
 from hybridflow.rewards.scorer import Scores
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 
@@ -97,7 +98,7 @@ def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
     tensors = {name: tensor for name, tensor in surplus.tensors.items() if name != EXPERTS}
     groups = groups_of(replace(surplus, tensors=tensors))
     if records is not None:
-        groups = replace(groups, rollout=records.take(groups.rollout, surplus.tensors[EXPERTS]))
+        groups = replace(groups, rollout=records.take(groups.rollout, as_record(surplus.tensors[EXPERTS])))
     return replace(state, surplus=groups.surplus())
 
 

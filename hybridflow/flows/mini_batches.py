@@ -22,6 +22,17 @@ def mini_batch_rows(
     return order.tensor_split(max(len(cut), 1)) if varies else cut
 
 
+def epochs_of_mini_batches(
+    prompt_indices: Tensor, iteration: int, *, update: Update, seed: int, varies: bool
+) -> list[Sequence[Tensor]]:
+    """`mini_batch_rows` of every epoch."""
+    epochs = range(update.epochs)
+    return [
+        mini_batch_rows(prompt_indices, update, seed=seed, iteration=iteration, epoch=epoch, varies=varies)
+        for epoch in epochs
+    ]
+
+
 def shuffled(prompt_indices: Tensor, generator: torch.Generator, *, whole_prompts: bool) -> Tensor:
     """Rows in random order, (N,) int64; with `whole_prompts` prompts are, the rows of each in the order they had."""
     if not whole_prompts:

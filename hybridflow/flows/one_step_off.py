@@ -23,6 +23,7 @@ from hybridflow.checkpoint.state import NextRollout, RunState
 from hybridflow.errors import FlowError
 from hybridflow.flows.draws import Draws, PromptDraw
 from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled
+from hybridflow.models.routing import as_record
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
@@ -211,7 +212,7 @@ class OneStepOffGeneration(Generation):
         if draw.numbers != kept.prompts or draw.position != kept.position:  # an environment now begins other rows
             draw = replace(draw, batch=self.at(kept.prompts), numbers=kept.prompts, position=kept.position)
         actor = self._roles.actor
-        rollout = rollout_of(kept.tensors, None if actor is None else actor.records)
+        rollout = rollout_of(kept.tensors, None if actor is None else actor.records, kept.iteration)
         report = EngineReport.of_tensor(kept.report)
         return PlannedRollout(draw, kept.iteration, kept.version, rollout=rollout, report=report)
 
@@ -259,10 +260,15 @@ class OneStepOffGeneration(Generation):
         return {} if report is None else engine_metrics(report, batch, dict(of_trainers), num_trainers)
 
 
-def rollout_of(tensors: Mapping[str, Tensor], records: RoutingRecords | None) -> RolloutBatch:
-    """A rollout as a file has it. records: take the engine's experts; None: nobody replays them. Local."""
+def rollout_of(tensors: Mapping[str, Tensor], records: RoutingRecords | None, iteration: int) -> RolloutBatch:
+    """A rollout as a file has it, for an iteration. records: take the engine's experts; None: nobody replays them.
+
+    Local.
+    """
     rollout = RolloutBatch(**{name: tensor for name, tensor in tensors.items() if name != EXPERTS})
-    return rollout if records is None or EXPERTS not in tensors else records.take(rollout, tensors[EXPERTS])
+    if records is None or EXPERTS not in tensors:
+        return rollout
+    return records.take(rollout, as_record(tensors[EXPERTS]), iteration)
 
 
 def versions_of(rollout: RolloutBatch, version: int) -> Tensor:

@@ -102,7 +102,7 @@ class PartialGeneration(Generation):
         rollout = rollout_of_groups(groups, prompts)
         records = None if self._roles.actor is None else self._roles.actor.records
         if records is not None:
-            rollout = records.take(rollout, experts_of_groups(groups, records.sizes))
+            rollout = records.take(rollout, experts_of_groups(groups, records.sizes), iteration)
         check_rows(rollout)
         self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)

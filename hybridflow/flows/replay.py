@@ -23,7 +23,7 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
-from hybridflow.models.routing import RoutingSizes
+from hybridflow.models.routing import RoutingSizes, as_record, bits
 from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.reshard.execute import ReshardCost
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
@@ -121,7 +121,7 @@ class Replay:
             iteration=iteration,
             generation=generation,
         )
-        return with_experts(rollout, experts, self._records)
+        return with_experts(rollout, experts, self._records, iteration)
 
     def read(
         self,
@@ -207,12 +207,13 @@ class Replay:
                 f"only a run with that key has dumped"
             )
         expected = sizes.nothing(len(tensors["input_ids"]))
+        given, found = found, as_record(found)
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise DataError(
-                f"{file}: {EXPERTS} is {found.dtype} of shape {tuple(found.shape)}; expected {expected.dtype} "
+                f"{file}: {EXPERTS} is {given.dtype} of shape {tuple(given.shape)}; expected {expected.dtype} "
                 f"{tuple(expected.shape)}: tokens, layers and experts of a token of actor.model"
             )
-        _check_bounds(file, EXPERTS, found.flatten(), 0, sizes.num_experts - 1)
+        _check_bounds(file, EXPERTS, bits(found).flatten(), 0, sizes.num_experts - 1)
         return found
 
     def _check_rows(self, file: Path, rollout: RolloutBatch) -> None:
@@ -253,9 +254,14 @@ def _checked(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     return (*REQUIRED, STARTS) if STARTS in tensors else REQUIRED
 
 
-def with_experts(rollout: RolloutBatch, experts: Tensor | None, records: RoutingRecords | None) -> RolloutBatch:
-    """What `Replay.read` gave, with the experts in the records. Local, and alike on all ranks."""
-    return rollout if experts is None or records is None else records.take(rollout, experts)
+def with_experts(
+    rollout: RolloutBatch, experts: Tensor | None, records: RoutingRecords | None, iteration: int
+) -> RolloutBatch:
+    """What `Replay.read` gave, with the experts in the records. Local, and alike on all ranks.
+
+    iteration: that trains on the rollout.
+    """
+    return rollout if experts is None or records is None else records.take(rollout, experts, iteration)
 
 
 def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) -> None:

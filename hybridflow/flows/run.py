@@ -209,10 +209,12 @@ class Run(IterationData):
             self._book.agree_on(batch, self.iteration)
             return
         self.about_to_step(batch)
-        for epoch in range(update.epochs):
+        epochs = [self._rows(batch.prompt_indices, update, epoch) for epoch in range(update.epochs)]
+        self._book.move_records(batch, epochs)
+        for epoch, mini_batches in enumerate(epochs):
             if epoch:
                 batch = self._book.with_deferred(self, batch)
-            for rows in self._rows(batch.prompt_indices, update, epoch):
+            for rows in mini_batches:
                 yield batch.select(rows)
                 self._book.note_rows(rows)
                 if self.deferred is not None:

@@ -31,15 +31,38 @@ def step_metrics(
     return metrics | {f"{role.name}/lr": role.lr for role in reversed(roles)}
 
 
-def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
-    """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
-    own = actor.routing_counts.clone()
+def routing_metrics(actor: Actor, exchange: Exchange) -> tuple[Metrics, dict[int, float]]:
+    """Of a mixture of experts, and the load of the experts by layer. Collective, one message; none of a dense model.
+
+    `rollout/experts_differ`: how often the trainer would have chosen other experts than the engine, whose choice it
+    replays. The load of a layer's experts is the most tokens of an expert over the mean of the experts: 1 where all
+    have as many. `rollout/experts_load_max_over_mean` is the mean of the layers that have experts, and
+    `rollout/experts_load_worst_layer` the largest. `models.routing.ExpertLoad` says which tokens count, and
+    `Actor.expert_load` in which passes.
+    """
+    if not actor.spec.num_experts:
+        return {}, {}
+    own = torch.cat([actor.routing_counts, actor.expert_load.flatten()])
     # tensor-parallel ranks choose alike, and one counts; else each rank counts the rank's tokens
     alike = actor.grid.layout.replicas_per_expert_copy == 1
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
-    differ, pairs = exchange.sum(own).tolist()
-    return {"rollout/experts_differ": differ / pairs} if pairs else {}
+    differ, pairs, *tokens = exchange.sum(own).tolist()
+    metrics: Metrics = {"rollout/experts_differ": differ / pairs} if pairs else {}
+    of_layers = load_of_layers(torch.tensor(tokens).view_as(actor.expert_load))
+    if of_layers:
+        metrics["rollout/experts_load_max_over_mean"] = sum(of_layers.values()) / len(of_layers)
+        metrics["rollout/experts_load_worst_layer"] = max(of_layers.values())
+    return metrics, of_layers
+
+
+def load_of_layers(tokens: Tensor) -> dict[int, float]:
+    """By number of the layer the most tokens of an expert over the mean. tokens: (layers, experts).
+
+    A layer without tokens has no experts.
+    """
+    of_layers = zip(tokens.double().max(1).values.tolist(), tokens.double().mean(1).tolist(), strict=True)
+    return {layer: most / mean for layer, (most, mean) in enumerate(of_layers) if mean}
 
 
 def _check(

@@ -38,7 +38,7 @@ from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
-from hybridflow.models.routing import routing_of, take_engines_experts
+from hybridflow.models.routing import RoutingCounts, follow_routing, routing_of
 from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.models.token_dispatchers import token_dispatcher
 from hybridflow.parallel.device import current_device
@@ -78,10 +78,10 @@ class PackedModel(LanguageModule):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         self.adapters: AdapterChoice | None = None  # `build_model` adds them
-        self.routing_counts: Tensor | None = None  # of `models.routing.RoutingMismatch`, while somebody counts
+        self.routing_counts: RoutingCounts | None = None  # while somebody counts
         for index, layer in enumerate(self._checked_layers()):
             if isinstance(layer.mlp, MixtureOfExperts):
-                take_engines_experts(layer, index)
+                follow_routing(layer, index)
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
                 layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
@@ -130,7 +130,8 @@ class PackedModel(LanguageModule):
         raise NotImplementedError
 
     def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
-        routing = routing_of(micro_batch.routed, micro_batch.rows, self.layers, self.routing_counts)
+        counts, run_for = self.routing_counts, micro_batch.run_for
+        routing = routing_of(micro_batch.routed, micro_batch.rows, self.layers, counts, run_for)
         embedded, packed = None, replace(micro_batch.packed, routing=routing)
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned

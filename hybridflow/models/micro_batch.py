@@ -38,6 +38,11 @@ class MicroBatch:
     where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
     targets: Tensor  # (r,) int64: the tokens that the outputs predict; without meaning where outputs are per sequence
     routed: RoutedTokens | None = None  # the engine's experts of the t tokens
+    repeats: tuple[int, ...] = ()  # of each sequence of `packed`: how many rows it is run for, 0 of padding
+
+    def run_for(self) -> Tensor:
+        """(t,) int64 on the CPU: for how many rows of the batch each token is run."""
+        return torch.tensor(self.repeats).repeat_interleave(torch.tensor(self.packed.lengths))
 
 
 def prediction_micro_batches(
@@ -101,6 +106,11 @@ class RunOrder:
     @property
     def stretches(self) -> list[Stretch]:
         return [*self.alone, *self.prompts, *self.ends[len(self.alone) :]]
+
+    @property
+    def repeats(self) -> list[int]:
+        """For how many rows each of `stretches` is run."""
+        return [1] * len(self.alone) + [*map(len, self.responses)] + [1] * (len(self.ends) - len(self.alone))
 
     @property
     def ends(self) -> list[Stretch]:
@@ -203,6 +213,7 @@ def _micro_batch(
         where=where,
         targets=to_device_async(batch.input_ids[where], device),
         routed=routed,
+        repeats=(*layout.repeats, *([0] if missing else [])),
     )
 
 
@@ -221,4 +232,5 @@ def filler(padded: Padded, device: torch.device) -> MicroBatch:
         rows=nothing,
         where=nothing.cpu(),
         targets=nothing,
+        repeats=(0,),
     )

@@ -87,6 +87,83 @@ def replica_rows(batch: RolloutBatch, num_replicas: int, rows: Sequence[int] | N
     return [sorted(row for group in part for row in group.rows) for part in whole]
 
 
+def rows_that_stay(batch: RolloutBatch, num_replicas: int, epochs: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """The rows of each replica, each ascending, where a row has one replica in all mini-batches of all epochs.
+
+    epochs: of each the rows of each mini-batch, int64. One mini-batch is dealt as `replica_rows` deals the batch, and
+    those of one epoch as it deals each. With several epochs there are more ways: the rows of a prompt together, in
+    halves, quarters, ... and alone, the costliest first, go to the replica that has least in their mini-batches. That
+    way counts whose busiest replicas have least to run.
+    """
+    if num_replicas == 1 or not epochs or len(epochs[0]) == 1:
+        return replica_rows(batch, num_replicas)
+    first = [replica_rows(batch, num_replicas, rows.sort().values.tolist()) for rows in epochs[0]]
+    ways = [[sorted(row for part in parts for row in part) for parts in zip(*first, strict=True)]]
+    if len(epochs) > 1:
+        lengths, of_rows = batch.lengths.tolist(), _mini_batches_of_rows(len(batch), epochs)
+        groups = prompt_groups(batch, range(len(batch)))
+        most = max(len(group.rows) for group in groups)
+        for size in [-(-most >> halvings) for halvings in range(most.bit_length())]:
+            units = [PromptGroup(rows, group.shared) for group in groups for rows in _pieces(group.rows, size)]
+            ways.append(_dealt(units, lengths, of_rows, num_replicas))
+        ways.sort(key=lambda parts: _most_tokens(groups, parts, lengths, of_rows))
+    return ways[0]
+
+
+def _pieces(rows: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _mini_batches_of_rows(num_rows: int, epochs: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """Of each row its mini-batches, one an epoch; they are numbered through all epochs."""
+    found, count = torch.zeros(len(epochs), num_rows, dtype=torch.int64), 0
+    for epoch, mini_batches in enumerate(epochs):
+        for number, rows in enumerate(mini_batches, start=count):
+            found[epoch, rows] = number
+        count += len(mini_batches)
+    of_rows: list[list[int]] = found.T.tolist()
+    return of_rows
+
+
+def _dealt(
+    units: Sequence[PromptGroup], lengths: Sequence[int], of_rows: Sequence[Sequence[int]], num_replicas: int
+) -> list[list[int]]:
+    """Each unit where it adds least to the sum of the squares of what replicas have in the mini-batches."""
+    loads: dict[int, list[int]] = {}  # of a mini-batch, by replica
+    parts: list[list[int]] = [[] for _ in range(num_replicas)]
+    for unit in sorted(units, key=lambda unit: (-unit.tokens(lengths), unit.rows)):
+        rows: dict[int, list[int]] = {}  # of the unit, by mini-batch
+        for row in unit.rows:
+            for number in of_rows[row]:
+                rows.setdefault(number, []).append(row)
+        costs = {number: PromptGroup(tuple(own), unit.shared).tokens(lengths) for number, own in rows.items()}
+        own = [(cost, loads.setdefault(number, [0] * num_replicas)) for number, cost in costs.items()]
+        replica = min(range(num_replicas), key=lambda i: sum(cost * load[i] for cost, load in own))
+        for cost, load in own:
+            load[replica] += cost
+        parts[replica] += unit.rows
+    return [sorted(part) for part in parts]
+
+
+def _most_tokens(
+    groups: Sequence[PromptGroup],
+    parts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    of_rows: Sequence[Sequence[int]],
+) -> int:
+    """What the busiest replica of each mini-batch runs, of all mini-batches together."""
+    owners = {row: replica for replica, part in enumerate(parts) for row in part}
+    loads: dict[int, list[int]] = {}
+    prompts = set[tuple[int, int, int]]()  # that a replica runs in a mini-batch
+    for number, group in enumerate(groups):
+        for row, mini_batch in [(i, mini_batch) for i in group.rows for mini_batch in of_rows[i]]:
+            key = number, mini_batch, owners[row]
+            load = loads.setdefault(mini_batch, [0] * len(parts))
+            load[owners[row]] += lengths[row] - (group.shared if key in prompts else 0)
+            prompts.add(key)
+    return sum(map(max, loads.values()))
+
+
 def _busiest(parts: list[list[PromptGroup]], lengths: Sequence[int]) -> int:
     return max(sum(group.tokens(lengths) for group in part) for part in parts)
 

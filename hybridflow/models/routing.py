@@ -8,17 +8,21 @@ Probabilities and gradients are the trainer's own; the choice, which has no grad
 flips a choice now and then, and a flipped expert changes a log-prob far more than rounding does. Ma et al. 2025, arXiv
 2510.11370 (R3).
 
-A record is (tokens, layers, k) uint8, or int16 with more than 256 experts. The experts of a token differ, so that k
-times expert 0 says that there is none: of the last token of a sequence, whose successor nobody drew, and of padding.
-There the trainer's own choice stands.
+A record is (tokens, layers, k) uint8, or uint16 with more than 256 experts, as vLLM has it. Nothing wider is made of a
+record: the router of a layer widens that layer's (t, k) on the device. The experts of a token differ, so that k times
+expert 0 says that there is none: of the last token of a sequence, whose successor nobody drew, and of padding. There
+the trainer's own choice stands.
+
+The load of experts is counted where experts are chosen, whoever chose them: see `ExpertLoad`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import offsets, to_device_async
@@ -37,11 +41,21 @@ class RoutingSizes:
     @property
     def dtype(self) -> torch.dtype:
         """The smallest that holds the experts' numbers."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
+        return torch.uint8 if self.num_experts <= 256 else torch.uint16
 
     def nothing(self, num_tokens: int) -> Tensor:
         """(tokens, layers, k): no token has a record."""
         return torch.zeros(num_tokens, self.num_layers, self.chosen, dtype=self.dtype)
+
+
+def bits(experts: Tensor) -> Tensor:
+    """The same memory, signed where a record has two bytes: torch 2.13 neither writes by index nor orders uint16."""
+    return experts.view(torch.int16) if experts.dtype == torch.uint16 else experts
+
+
+def as_record(experts: Tensor) -> Tensor:
+    """What a file has, as a record. Former versions wrote int16 of the same bits."""
+    return experts.view(torch.uint16) if experts.dtype == torch.int16 else experts
 
 
 def is_recorded(experts: Tensor) -> Tensor:
@@ -51,7 +65,8 @@ def is_recorded(experts: Tensor) -> Tensor:
 
 def replayed(own: Tensor, experts: Tensor) -> Tensor:
     """The engine's choice, and the own one where there is no record: (t, k) each, int64 out."""
-    return torch.where(is_recorded(experts)[:, None], experts.long(), own)
+    engines = experts.long()  # of one layer; not every operation on a device knows uint16
+    return torch.where(is_recorded(engines)[:, None], engines, own)
 
 
 @dataclass(frozen=True)
@@ -68,13 +83,14 @@ class RoutingMismatch:
 
     def replayed(self, own: Tensor, experts: Tensor) -> Tensor:
         """As the function of this name."""
-        ours, theirs = own[self.rows].sort().values, experts[self.rows].long().sort().values
-        recorded = is_recorded(experts[self.rows])
+        engines = experts.long()
+        ours, theirs = own[self.rows].sort().values, engines[self.rows].sort().values
+        recorded = is_recorded(engines[self.rows])
         if self.own is not None:
             recorded = recorded & self.own
         differ = (ours != theirs).any(1) & recorded
         self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
-        return replayed(own, experts)
+        return replayed(own, engines)
 
     def within(self, start: int, num_tokens: int) -> "RoutingMismatch":
         """Of a rank that has these tokens alone. By a mask: the size of a part would be read from the device."""
@@ -83,16 +99,49 @@ class RoutingMismatch:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """The engine's experts of the tokens of a micro-batch, in the layers of one model chunk.
+class ExpertLoad:
+    """Counts the tokens that go to each expert, without a wait for the device.
 
-    experts: (t, layers, k) on the device. differences: where they are counted.
-    counted: the layers that have counted. A layer that is computed again in the backward pass counts once.
+    A token is an entry of a row of the batch: of prompts and responses all but a row's last token, which no pass runs.
+    A prompt that is run once for several rows counts once for each of them, padding never, so that the counts depend
+    neither on the layout nor on the micro-batches.
+
+    counts: (layers of the model, experts) int64, added to in place. rows: (t,) int64 of a micro-batch: for how many
+    rows each token is run. layers: of the model chunk.
     """
 
-    experts: Tensor
+    counts: Tensor
+    rows: Tensor
+    layers: Sequence[int]
+
+    def add(self, index: int, rank: int, experts: Tensor) -> None:
+        """experts: (t, k) that layer `index` of the chunk takes; of fewer tokens where tensor-parallel ranks share
+        them, of which `rank` has its part."""
+        rows = self.rows.narrow(0, rank * len(experts), len(experts)) if len(experts) < len(self.rows) else self.rows
+        of_copies = rows[:, None].expand_as(experts).reshape(-1)
+        self.counts[self.layers[index]].scatter_add_(0, experts.reshape(-1), of_copies)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the mixtures of one model chunk have to know of a micro-batch's tokens.
+
+    experts: the engine's, (t, layers, k) on the device; None: each router chooses. differences, load: where they are
+    counted. counted: the layers that have counted. A layer that is computed again in the backward pass counts once.
+    """
+
+    experts: Tensor | None
     differences: RoutingMismatch | None = None
+    load: ExpertLoad | None = None
     counted: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class RoutingCounts:
+    """Of a rank and an iteration, on the device: of `RoutingMismatch` and `ExpertLoad`. None: nobody counts."""
+
+    differ: Tensor | None
+    load: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -104,6 +153,8 @@ class RoutedTokens:
 
     def of_layers(self, layers: Sequence[int]) -> Tensor:
         """(t, these layers, k)."""
+        if tuple(layers) == self.layers:
+            return self.experts
         return self.experts[:, [self.layers.index(layer) for layer in layers]]
 
     def padded(self, missing: int) -> "RoutedTokens":
@@ -116,33 +167,54 @@ class RoutedTokens:
 class RowExperts:
     """The engine's experts of those rows of a batch that a rank computes, in the layers of the rank's pipeline stage.
 
-    experts: (tokens of these rows, layers, k) on the CPU. starts: where each row's begin, (N,) int64, without meaning
-    of other rows. lengths: of the batch.
+    experts: by row (tokens, layers, k) on the CPU; None of a row without a record. nothing: (0, layers, k). lengths: of
+    the batch's rows.
     """
 
-    experts: Tensor
-    starts: Tensor
+    experts: Mapping[int, Tensor | None]
+    nothing: Tensor
     lengths: Tensor
     layers: tuple[int, ...]
 
     def for_tokens(self, tokens: Tensor) -> RoutedTokens:
-        """Of tokens of the batch by their flat positions, (t,) int64."""
+        """Of tokens of the batch by their flat positions, (t,) int64: one copy of what lies in the rows' records."""
         rows = torch.searchsorted(self.lengths.cumsum(0), tokens, right=True)
         within = tokens - offsets(self.lengths)[rows]
-        return RoutedTokens(self.experts[self.starts[rows] + within], self.layers)
+        begins = torch.ones(len(tokens), dtype=torch.bool)  # of stretches of a row
+        begins[1:] = (rows.diff() != 0) | (within.diff() != 1)
+        first = begins.nonzero().flatten()
+        lengths = torch.cat([first, torch.tensor([len(tokens)])]).diff().tolist()
+        stretches = zip(rows[first].tolist(), within[first].tolist(), lengths, strict=True)
+        parts = [self._of_stretch(row, start, length) for row, start, length in stretches]
+        return RoutedTokens(torch.cat([self.nothing, *parts]), self.layers)
+
+    def _of_stretch(self, row: int, start: int, length: int) -> Tensor:
+        whole = self.experts[row]
+        if whole is None:
+            return self.nothing.new_zeros(length, *self.nothing.shape[1:])
+        return whole[start : start + length]
 
 
 def routing_of(
-    tokens: RoutedTokens | None, rows: Tensor, layers: Sequence[int], counts: Tensor | None
+    tokens: RoutedTokens | None,
+    rows: Tensor,
+    layers: Sequence[int],
+    counts: RoutingCounts | None,
+    run_for: Callable[[], Tensor],
 ) -> Routing | None:
-    """The experts of these layers, on the device of `rows`; None where there are none.
+    """What the mixtures of these layers need, on the device of `rows`; None where they neither replay nor count.
 
-    rows, counts: of `RoutingMismatch`; None: nobody counts.
+    rows: of `RoutingMismatch`. counts: None: nobody counts. run_for: the `rows` of `ExpertLoad`, on the CPU.
     """
-    if tokens is None:
+    if tokens is None and (counts is None or counts.load is None):
         return None
-    own = to_device_async(tokens.of_layers(layers), rows.device)
-    return Routing(own, None if counts is None else RoutingMismatch(counts, rows))
+    own = None if tokens is None else to_device_async(tokens.of_layers(layers), rows.device)
+    differences, load = None, None
+    if counts is not None and counts.differ is not None and own is not None:
+        differences = RoutingMismatch(counts.differ, rows)
+    if counts is not None and counts.load is not None:
+        load = ExpertLoad(counts.load, to_device_async(run_for(), rows.device), layers)
+    return Routing(own, differences, load)
 
 
 def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,15 +224,28 @@ def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     the layer in the chunk.
     """
     routing: Routing | None = getattr(kwargs["packed_seq_params"], "routing", None)
-    layer.mlp.replayed = None if routing is None else routing.experts[:, index]
-    differences = None
+    layer.mlp.replayed = None if routing is None or routing.experts is None else routing.experts[:, index]
+    differences, load = None, None
     if routing is not None and index not in routing.counted:
-        differences = routing.differences
+        differences, load = routing.differences, routing.load
         routing.counted.add(index)
     layer.mlp.differences = differences
     layer.mlp.router.replay = replayed if differences is None else differences.replayed
+    layer.mlp.router.count = None if load is None else partial(load.add, index, _rank(layer.mlp.group))
 
 
-def take_engines_experts(layer: Any, index: int) -> None:
-    """Let a layer with a mixture of experts replay. See `hand_over`."""
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def count_load(router: Any, arguments: object, output: tuple[Tensor, Tensor]) -> None:
+    """A router's forward hook: the experts that the router gives out count, the engine's where they are replayed."""
+    if router.count is not None:
+        router.count(output[1])
+
+
+def follow_routing(layer: Any, index: int) -> None:
+    """Let a layer with a mixture of experts replay and count. See `hand_over` and `count_load`."""
     layer.register_forward_pre_hook(partial(hand_over, index), with_kwargs=True)
+    layer.mlp.router.count = None
+    layer.mlp.router.register_forward_hook(count_load)

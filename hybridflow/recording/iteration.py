@@ -19,7 +19,10 @@ PERCENTILES = (10, 50, 90, 99)  # of response lengths
 
 @dataclass(frozen=True)
 class Iteration:
-    """One finished iteration. portable: the batch for a file of rank 0, where that is not the batch's own tensors."""
+    """One finished iteration. portable: the batch for a file of rank 0, where that is not the batch's own tensors.
+
+    experts_load: of a mixture of experts, by number of the layer the most tokens of an expert over the mean.
+    """
 
     number: int
     prompts: PromptBatch
@@ -27,6 +30,7 @@ class Iteration:
     metrics: Metrics = field(default_factory=dict)
     score_parts: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by name; none where they are not known
     portable: Mapping[str, Tensor] | None = None
+    experts_load: Mapping[int, float] = field(default_factory=dict)
 
 
 def batch_metrics(batch: RolloutBatch) -> Metrics:

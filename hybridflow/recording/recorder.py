@@ -22,7 +22,7 @@ from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_di
 from hybridflow.recording.samples import chosen_rows, samples_of
 from hybridflow.recording.starts import recorded_start
 from hybridflow.recording.trackers import open_trackers
-from hybridflow.recording.writers import MetricsWriter, SampleWriter
+from hybridflow.recording.writers import ExpertsLoadWriter, MetricsWriter, SampleWriter
 
 BEFORE = {  # what is shown of the evaluation before training
     "eval/accuracy": "accuracy {:.3f}",
@@ -165,7 +165,7 @@ class Recorder:
 
 
 class WritingRecorder(Recorder):
-    """Rank 0's: metrics.csv, TensorBoard, services, samples.jsonl, batches/, and the progress display."""
+    """Rank 0's: metrics.csv, experts_load.csv, TensorBoard, services, samples.jsonl, batches/, the progress display."""
 
     def __init__(
         self,
@@ -174,13 +174,14 @@ class WritingRecorder(Recorder):
         *,
         metrics: MetricsWriter,
         samples: SampleWriter,
+        experts_load: ExpertsLoadWriter,
         decode: Callable[[list[int]], str],
         check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._check_lock = check_lock
         self._config, self._progress, self._decode = config, progress, decode
-        self._metrics, self._samples = metrics, samples
+        self._metrics, self._samples, self._experts_load = metrics, samples, experts_load
 
     def phase(self, text: str) -> None:
         self._progress.phase(text)
@@ -225,19 +226,25 @@ class WritingRecorder(Recorder):
             self._write_samples(done)
         with self._noted():
             self._metrics.write(done.number, done.metrics)
+        with self._noted():
+            self._experts_load.write(done.number, done.experts_load)
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
         self._check_lock()
         with self._noted():
-            self._metrics.sync()
-            self._samples.sync()
+            for file in self._files:
+                file.sync()
 
     def close(self) -> None:
         """What could not be written is tried once more."""
-        for file in (self._metrics, self._samples):
+        for file in self._files:
             with self._noted():
                 file.close()
+
+    @property
+    def _files(self) -> list[MetricsWriter | SampleWriter | ExpertsLoadWriter]:
+        return [self._metrics, self._samples, self._experts_load]
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
@@ -308,7 +315,13 @@ def record_run(
         )
         samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed, tables=trackers)
         recorder = WritingRecorder(
-            config, progress, metrics=metrics, samples=samples, decode=decode, check_lock=check_lock
+            config,
+            progress,
+            metrics=metrics,
+            samples=samples,
+            experts_load=ExpertsLoadWriter(config.run_dir, csv=written.csv, resumed=resumed),
+            decode=decode,
+            check_lock=check_lock,
         )
         if resumed is not None:
             notes += _gaps(config, metrics.kept, resumed)

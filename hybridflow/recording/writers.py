@@ -24,6 +24,8 @@ from hybridflow.recording.resume import KeptMetrics, cut_samples, kept_metrics
 from hybridflow.recording.run_dir import replace_file, writing
 from hybridflow.recording.samples import Sample
 
+EXPERTS_LOAD = "experts_load.csv"
+
 
 class Sink(Protocol):
     """What gets a row of numbers an iteration."""
@@ -140,6 +142,34 @@ class SampleWriter:
 
     def close(self) -> None:
         with writing(self._path):
+            self._file.close()
+
+
+class ExpertsLoadWriter:
+    """Writes the load of a mixture's experts to RUN_DIR/experts_load.csv: a row an iteration, column `layer_N` a layer.
+
+    A run without experts has no such file. csv: False: nothing is written. resumed: rows up to this iteration stay.
+    """
+
+    def __init__(self, run_dir: str | Path, *, csv: bool, resumed: int | None = None) -> None:
+        self._path, self._writes = Path(run_dir) / EXPERTS_LOAD, csv
+        kept = None if resumed is None else kept_metrics(self._path, resumed)
+        self._file = None if kept is None else _CsvFile(self._path, kept)
+
+    def write(self, iteration: int, load: Mapping[int, float]) -> None:
+        if not load or not self._writes:
+            return
+        if self._file is None:
+            self._file = _CsvFile(self._path, None)
+        self._file.write(iteration, {f"layer_{layer}": value for layer, value in load.items()})
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
             self._file.close()
 
 

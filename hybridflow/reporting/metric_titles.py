@@ -80,6 +80,8 @@ TITLES: dict[str, tuple[str, str]] = {
     "rollout/preemptions": ("Requests that the engine preempted", "requests"),
     "rollout/truncated_fraction": ("Responses cut at the length limit", "share"),
     "rollout/experts_differ": ("Tokens and layers where the trainer would choose other experts", "share"),
+    "rollout/experts_load_max_over_mean": ("Most tokens of an expert over the mean of experts, mean of layers", ""),
+    "rollout/experts_load_worst_layer": ("Most tokens of an expert over the mean of experts, worst layer", ""),
     "rollout/log_prob_diff_mean": ("Engine against trainer: mean log-prob difference", "nats"),
     "rollout/log_prob_diff_max": ("Engine against trainer: largest log-prob difference", "nats"),
     "rollout/token_mult_prob_error": ("Engine against trainer: mean factor between probabilities", ""),

@@ -608,6 +608,20 @@ function buildSamples() {
   last();
 }
 
+// ---------------------------------------------------------------- experts
+
+function buildExperts() {
+  const mixtures = RUNS.filter((run) => run.experts.length);
+  byId("experts").hidden = byId("expertslink").hidden = !mixtures.length;
+  const columns = ["layer", "first", "last", "mean", "largest"];
+  for (const run of mixtures) {
+    if (RUNS.length > 1) put(byId("expertstables"), "h3", {}, run.label);
+    const table = put(put(byId("expertstables"), "div", { class: "wide" }), "table");
+    put(table, "tr", {}, ...columns.map((name) => put(null, "th", {}, name)));
+    for (const row of run.experts) put(table, "tr", {}, ...columns.map((name) => put(null, "td", {}, String(row[name]))));
+  }
+}
+
 // ---------------------------------------------------------------- config
 
 function buildConfig() {
@@ -649,6 +663,7 @@ buildFlat();
 filter();
 drawPhases();
 buildLayouts();
+buildExperts();
 buildSamples();
 buildConfig();
 byId("search").addEventListener("input", filter);

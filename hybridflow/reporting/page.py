@@ -117,6 +117,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "curves": curves,
         "ends": {name: [_text(curve[0][1]), _text(curve[-1][1])] for name, curve in run.curves.items()},
         "axes": axes(run.curves),
+        "experts": [_of_layer(layer, curve) for layer, curve in run.experts_load.items()],
         "config": dict(run.config),
         "own": None if run.own_keys is None else sorted(run.own_keys),
         "layout": None if run.layout is None else _layout(run.layout),
@@ -127,6 +128,13 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 def _text(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _of_layer(layer: int, curve: Curve) -> dict[str, Any]:
+    """The load of a layer's experts, as texts: of the first and the last iteration, the mean and the largest of all."""
+    values = [value for _, value in curve]
+    found = {"first": values[0], "last": values[-1], "mean": math.fsum(values) / len(values), "largest": max(values)}
+    return {"layer": layer, **{name: _text(value) for name, value in found.items()}}
 
 
 def _layout(layout: RunLayout) -> dict[str, Any]:

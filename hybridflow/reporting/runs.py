@@ -5,10 +5,11 @@ comes before the damage is shown.
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hybridflow.parallel.watchdog import REPORT
 from hybridflow.recording.layout import RunLayout, read_layout
 from hybridflow.recording.resume import KeptMetrics, kept_metrics
 from hybridflow.recording.starts import RunStart, last_sign, read_starts
+from hybridflow.recording.writers import EXPERTS_LOAD
 
 Curve = list[tuple[int, float]]  # (iteration, value), wherever the metric has one
 Sample = dict[str, Any]
@@ -49,6 +51,7 @@ class RunRecord:
     is_running: bool | None = None  # None: not known here
     has_hang_report: bool = False  # of the last start
     read_at: float = 0.0  # seconds since 1970
+    experts_load: Mapping[int, Curve] = field(default_factory=dict)  # by number of the layer; none of a dense model
 
 
 def read_runs(paths: Sequence[Path], *, sampled_iterations: int) -> list[RunRecord]:
@@ -78,6 +81,7 @@ def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:
         raise RunDirError(f"{path}: {what}; a run's is OUTPUT_DIR/NAME of its config, such as runs/quickstart")
     metrics, notes = _metrics(path / "metrics.csv")
     samples, more = read_samples(path / "samples.jsonl", sampled_iterations)
+    load = kept_metrics(path / EXPERTS_LOAD, sys.maxsize)
     starts, config = tuple(read_starts(path)), read_tree(path / "config.yaml")
     return RunRecord(
         label=label,
@@ -94,6 +98,7 @@ def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:
         is_running=is_running(*starts[-1].process) if starts else None,
         has_hang_report=bool(starts) and _is_newer(path / "logs" / REPORT, starts[-1].began),
         read_at=time.time(),
+        experts_load={} if load is None else _by_layer(_curves(load)),
     )
 
 
@@ -124,6 +129,12 @@ def _curves(metrics: KeptMetrics) -> dict[str, Curve]:
             if cell:
                 curve.append((iteration, float(cell)))
     return curves
+
+
+def _by_layer(curves: Mapping[str, Curve]) -> dict[int, Curve]:
+    """Of the columns layer_N, ascending."""
+    numbers = {int(name.removeprefix("layer_")): name for name in curves if re.fullmatch(r"layer_[0-9]+", name)}
+    return {number: curves[name] for number, name in sorted(numbers.items())}
 
 
 # ------------------------------------------------------------------------------------------------ samples

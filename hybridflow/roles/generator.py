@@ -358,12 +358,12 @@ class Generator:
         rollout = whole_rollout(asked.request, contributed, exchange=self._exchange, num_rewards=num_rewards)
         if asked.temperature is None:
             check_rows(rollout)
-        records = self._actor.records if asked.temperature is None else None  # nothing is trained on the others
-        if records is None:
+        if asked.temperature is not None or self._actor.records is None:  # nothing is trained on the others
             return rollout
         made_by = {prompt: replica for replica, prompts_of in enumerate(asked.of_replicas) for prompt in prompts_of}
         of_rows = [made_by[prompt] for prompt in rollout.prompt_indices.tolist()]
-        return records.keep(rollout, Recorded(own.experts(), of_rows, self.layout, self._placed.stages))
+        recorded = Recorded(own.experts(), of_rows, self.layout, self._placed.stages)
+        return self._actor.records.keep(rollout, recorded, iteration=asked.request.seed[1])
 
 
 def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:

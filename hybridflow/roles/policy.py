@@ -17,13 +17,13 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
-from hybridflow.models.routing import RoutingSizes, RowExperts
+from hybridflow.models.routing import RoutingCounts, RoutingSizes, RowExperts
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import PolicyObjective
-from hybridflow.rollout.routing_records import RoutingRecords
+from hybridflow.rollout.routing_records import MiniBatches, RoutingRecords
 
 SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by their length
 
@@ -103,7 +103,11 @@ class Actor(TrainedRole):
 
     routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
     from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
-    all such pairs. See `models.routing`. records: of the engine's experts, where the actor replays them.
+    all such pairs. See `models.routing`.
+    expert_load: (layers, experts) int64 of this rank and iteration: tokens of each expert of a mixture, in the pass for
+    old log-probs and, where that pass left rows out, in the first step too. Without such a pass they are those of all
+    steps, so that each row counts as often as any other.
+    records: of the engine's experts, where the actor replays them.
     """
 
     def __init__(
@@ -113,14 +117,18 @@ class Actor(TrainedRole):
         temperature: SamplingTemperature,
         world: RunContext,
         routing: RoutingSizes | None = None,
+        mini_batches: MiniBatches | None = None,
         trains: bool = True,
     ) -> None:
-        """routing: the actor takes the engine's experts where a batch has records of them."""
+        """routing: the actor takes the engine's experts where a batch has records of them. mini_batches: of these
+        records, see `RoutingRecords`."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
         self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
-        self._first_step_counts = True
+        shape = self.spec.num_layers, self.spec.num_experts
+        self.expert_load = torch.zeros(*shape, dtype=torch.int64, device=world.platform.device)
+        self._first_step_counts, self._all_steps_count = True, True
         self.records: RoutingRecords | None = None
         if routing is not None:
             alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
@@ -131,19 +139,23 @@ class Actor(TrainedRole):
                 world=world.with_engines or world.exchange,
                 trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
+                mini_batches=mini_batches,
             )
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         super().begin_iteration(iteration, num_iterations)
         self.routing_counts.zero_()
-        self._first_step_counts = True
+        self.expert_load.zero_()
+        self._first_step_counts, self._all_steps_count = True, True
 
     def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> PartialTensor:
         """Of (T,): log-probs of the response tokens, at the sampling temperature.
 
         some: (n,) int64, of these rows alone; the others' are zero.
         """
-        self._first_step_counts &= some is not None  # else all rows are counted here
+        self._all_steps_count = False
+        if not self._alone:  # a part of the rows, ahead of the others
+            self._first_step_counts &= some is not None  # else all rows are counted here
         with self._watch.phase("log_probs"), self._routing_counted():
             return self._token_results(batch, _log_probs(self, batch), some)
 
@@ -164,24 +176,34 @@ class Actor(TrainedRole):
         """
         return self.update(batch, _linear(gradients))
 
+    def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
+        """As of any role; rows with the engine's experts are computed where these lie."""
+        if self._alone or self.records is None or not batch.has_routing:
+            return super()._rows_of_replicas(batch, some)
+        return self.records.rows_of_replicas(batch, None if some is None else some.tolist())
+
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
-        return self.records.of_rows(batch, rows) if self.records is not None and batch.has_routing else None
+        if self.records is None or not batch.has_routing:
+            return None
+        return self.records.of_rows(batch, rows[self.grid.dp_rank])
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""
-        self._count(self._first_step_counts and not self.steps)
+        first = self._first_step_counts and not self.steps
+        self._count(differ=first, load=first or self._all_steps_count)
 
     @contextlib.contextmanager
     def _routing_counted(self) -> Iterator[None]:
-        self._count(True)
+        self._count(differ=True, load=True)
         try:
             yield
         finally:
-            self._count(False)
+            self._count(differ=False, load=False)
 
-    def _count(self, counts: bool) -> None:
+    def _count(self, *, differ: bool, load: bool) -> None:
+        counts = RoutingCounts(self.routing_counts if differ else None, self.expert_load if load else None)
         for model in self._models:
-            model.routing_counts = self.routing_counts if counts else None
+            model.routing_counts = counts if self.spec.num_experts else None
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
         temperature, ends = _temperatures(self.temperature, batch), sequence_ends(batch)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.models.routing import RoutingSizes
+from hybridflow.models.routing import RoutingSizes, as_record
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
@@ -237,7 +237,7 @@ class UnderWay:
             spoken = [(group, row) for group in found.groups for row in group.rows if row.token_ids]
             lengths = [len(group.prompt) + len(row.token_ids) - 1 for group, row in spoken]
             for (_, row), experts in zip(spoken, tensors[EXPERTS].split(lengths), strict=True):
-                row.experts = experts
+                row.experts = as_record(experts)
         return found
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.models.routing import RoutingSizes
+from hybridflow.models.routing import RoutingSizes, bits
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput
@@ -44,13 +44,16 @@ class ReturnedRouting:
         self._sizes = sizes
 
     def experts(self, name: str, output: "CompletionOutput", num_tokens: int) -> Tensor:
-        """See `RoutingRecorder`. vLLM has unsigned numbers of 8 or 16 bits, and rows for all layers."""
+        """See `RoutingRecorder`. vLLM's own memory, in the record's type, with rows for all layers."""
         found = output.routed_experts
         expected = (num_tokens, self._sizes.num_layers, self._sizes.chosen)
         if found is None or found.shape != expected:
             shape = None if found is None else found.shape
             raise EnvironmentProblem(f"vLLM returned routed experts of shape {shape}, expected {expected}")
-        return torch.from_numpy(found.astype("int64")).to(self._sizes.dtype)
+        experts = torch.from_numpy(found)
+        if experts.dtype != self._sizes.dtype:
+            raise EnvironmentProblem(f"vLLM returned routed experts in {experts.dtype}, expected {self._sizes.dtype}")
+        return experts
 
 
 class SlotRecorder:
@@ -88,7 +91,7 @@ class SlotRecorder:
         slots = mappings[self._layer]
         if len(slots) != len(experts):
             raise EnvironmentProblem(f"vLLM routed {len(experts)} tokens for {len(slots)} slots; expected one a slot")
-        self._records[slots, column] = experts.to(self._records.dtype)
+        bits(self._records)[slots, column] = bits(experts.to(self._records.dtype))
 
     def experts(self, name: str, output: "CompletionOutput | None", num_tokens: int) -> Tensor:
         """See `RoutingRecorder`; also of a request that runs.
@@ -99,5 +102,5 @@ class SlotRecorder:
         places = torch.arange(num_tokens)
         slots = torch.tensor(blocks)[places // self._block_tokens] * self._block_tokens + places % self._block_tokens
         found = self._sizes.nothing(num_tokens)
-        found[:, self._layers] = self._records[slots.to(self._records.device)].cpu()
+        bits(found)[:, self._layers] = bits(self._records)[slots.to(self._records.device)].cpu()
         return found

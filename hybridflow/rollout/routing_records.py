@@ -1,28 +1,35 @@
 """Where the engine's experts of a rollout lie, for a trainer that replays them (`models.routing`).
 
     keep      from the engine's ranks, which have recorded them, to the ranks of one data-parallel replica of the actor
-    of_rows   from these to the replica that computes a row now; a row that is computed where it is kept stays
+    move      to other replicas, once, where mini-batches turn out to be others than were planned
+    of_rows   for the rows that this replica computes: local, since the rows of a replica are those that it keeps
     portable  to rank 0, for a file
+
+A row stays with one replica in all passes of an iteration, so that the row's record travels once. Which replica that is
+follows from the mini-batches, which the seed gives before a token is generated: see `prompt_groups.rows_that_stay`.
+Only where the batch is more than one rollout, or a part of one, is it known when the updates begin; then records move.
 
 A record is (tokens, layers, k). Each rank of the replica that keeps it has the layers of the rank's pipeline stage; no
 other rank has anything of it. Rows name their records by numbers, `RolloutBatch.record_ids`, alike on all ranks: so
 every rank knows what goes where, and no rank asks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, offsets
-from hybridflow.models.prompt_groups import replica_rows
-from hybridflow.models.routing import RoutingSizes, RowExperts
+from hybridflow.models.prompt_groups import rows_that_stay
+from hybridflow.models.routing import RoutingSizes, RowExperts, bits
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 
 EXPERTS, IDS = "routed_experts", "record_ids"  # in a file; in a batch
 Tensors = Mapping[str, Tensor]
+# of the prompts of rows (N,) and the iteration: the rows of each mini-batch of each epoch
+MiniBatches = Callable[[Tensor, int], Sequence[Sequence[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ NO_PARCEL = _Parcel((), ())
 
 
 class RoutingRecords:
-    """Those of this rank. All calls but `take` and `keep_only` are collective; over which ranks, each says."""
+    """Those of this rank. `keep`, `move` and `portable` are collective; over which ranks, each says."""
 
     def __init__(
         self,
@@ -63,26 +70,30 @@ class RoutingRecords:
         world: Exchange,
         replicas: Exchange | None,
         trainers: tuple[Exchange, Sequence[int]] | None = None,
+        mini_batches: MiniBatches | None = None,
     ) -> None:
         """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
 
-        trainers: the exchange of the ranks that write files, and these ranks; None: all.
+        trainers: the exchange of the ranks that write files, and these ranks; None: all. mini_batches: of a rollout;
+        None: they are not known before the updates.
         """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
-        self._trainers = trainers
+        self._trainers, self._mini_batches = trainers, mini_batches
         self._stages = actor.stages(sizes.num_layers)
         self._at = actor.coordinates(rank) if rank in actor else None
         self._keepers: dict[int, int] = {}  # the replica that keeps a record, by number
         self._kept: dict[int, Tensor] = {}  # (tokens, own layers, k)
         self._next = 0
+        self._dealt: tuple[Tensor, list[list[int]]] | None = None  # records, and mini-batches that gave their keepers
 
-    def keep(self, batch: RolloutBatch, recorded: Recorded) -> RolloutBatch:
+    def keep(self, batch: RolloutBatch, recorded: Recorded, iteration: int | None = None) -> RolloutBatch:
         """The batch with the records of the rows. Collective over the world.
 
-        A row is kept by the replica that computes it when the whole batch is computed.
+        iteration: that trains on the batch; None: nobody knows the mini-batches. A row is kept by the replica that
+        computes it.
         """
-        numbered = self._numbered(batch)
+        numbered = self._numbered(batch, iteration)
         lengths, ids = batch.lengths.tolist(), numbered.record_ids.tolist()
         engines, world = recorded.engines, range(self._world.group.size())
         rows: dict[tuple[int, int], list[int]] = {}
@@ -96,31 +107,69 @@ class RoutingRecords:
             both = set(recorded.stages[made.pp]) & set(self._stages[kept.pp])
             return _Parcel(rows.get((made.replica, kept.dp), ()), sorted(both))
 
-        own = {row: self._filled_up(experts, lengths[row]) for row, experts in recorded.own.items()}
+        every = range(self.sizes.num_layers)
         arrived = self._sent(
             self._world,
-            [self._packed(own, parcel(self._rank, peer)) for peer in world],
+            [self._packed(recorded.own, parcel(self._rank, peer), lengths, every) for peer in world],
             [parcel(peer, self._rank) for peer in world],
             lengths,
         )
-        for row in [row for (_, keeper), some in rows.items() for row in some if self._is_keeper(keeper)]:
-            self._kept[ids[row]] = self._nothing(lengths[row])
         for sent, found in arrived:
-            columns = [self._own_layers.index(layer) for layer in sent.layers]
             for row, experts in found.items():
-                self._kept[ids[row]][:, columns] = experts
+                self._put(ids[row], experts, sent.layers)
         return numbered
 
-    def take(self, batch: RolloutBatch, experts: Tensor) -> RolloutBatch:
+    def _put(self, number: int, experts: Tensor, layers: Sequence[int]) -> None:
+        """Keep these layers of a record, which may come from several ranks."""
+        if tuple(layers) == self._own_layers:
+            self._kept[number] = experts
+            return
+        if number not in self._kept:
+            self._kept[number] = self._nothing(len(experts))
+        columns = [self._own_layers.index(layer) for layer in layers]
+        bits(self._kept[number])[:, columns] = bits(experts)
+
+    def take(self, batch: RolloutBatch, experts: Tensor, iteration: int | None = None) -> RolloutBatch:
         """The batch with records that every rank has read from a file, of which each keeps a part. Local.
 
-        experts: (T, layers, k).
+        experts: (T, layers, k). iteration: as in `keep`.
         """
-        numbered, of_rows = self._numbered(batch), experts.split(batch.lengths.tolist())
+        numbered, of_rows = self._numbered(batch, iteration), experts.split(batch.lengths.tolist())
         for number, whole in zip(numbered.record_ids.tolist(), of_rows, strict=True):
             if self._is_keeper(self._keepers[number]):
-                self._kept[number] = whole[:, list(self._own_layers)].clone()
+                self._kept[number] = whole[:, list(self._own_layers)]
         return numbered
+
+    def move(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> None:
+        """From here on each record is kept by the replica that computes its row in these mini-batches.
+
+        Nothing moves where `keep` knew them. epochs: of each the rows of each mini-batch. Collective over the ranks
+        that stand alike in the replicas; other ranks that train call it too.
+        """
+        if self._dealt is not None and _is_dealt(self._dealt, batch, epochs):
+            return
+        ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
+        found = {ids[row]: (row, owner) for row, owner in self._owners(batch, epochs).items() if ids[row] >= 0}
+        moves = [(row, self._keepers[number], to) for number, (row, to) in found.items() if self._keepers[number] != to]
+        if moves and self._at is not None and self._replicas is not None:
+            own, replicas = self._at.dp, range(self._actor.dp)
+
+            def parcel(source: int, target: int) -> _Parcel:
+                return _Parcel([row for row, *way in moves if way == [source, target]], self._own_layers)
+
+            arrived = self._sent(
+                self._replicas,
+                [
+                    self._packed(self._of_rows(ids, parcel(own, peer).rows), parcel(own, peer), lengths)
+                    for peer in replicas
+                ],
+                [parcel(peer, own) for peer in replicas],
+                lengths,
+            )
+            for row, *_ in moves:
+                self._kept.pop(ids[row], None)
+            self._kept |= {ids[row]: experts for _, found in arrived for row, experts in found.items()}
+        self._keepers |= {ids[row]: to for row, _, to in moves}
 
     def keep_only(self, ids: Tensor) -> None:
         """Forget all records but these. Local, and alike on all ranks."""
@@ -128,35 +177,30 @@ class RoutingRecords:
         self._keepers = {number: keeper for number, keeper in self._keepers.items() if number in alive}
         self._kept = {number: kept for number, kept in self._kept.items() if number in alive}
 
-    def of_rows(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts:
-        """The experts of the rows that this rank's replica computes, in the layers of the rank's stage.
+    def rows_of_replicas(self, batch: RolloutBatch, some: Sequence[int] | None = None) -> list[list[int]]:
+        """Each replica computes the rows that it keeps. Local. some: these rows alone.
 
-        rows: of each replica those that it computes. Collective over the ranks that stand alike in the replicas; they
-        meet where one of them needs what another keeps.
+        A row without a record goes to the replica that has fewest tokens.
         """
-        assert self._at is not None and self._replicas is not None, "a rank outside the actor computes no row"
-        ids, lengths, own = batch.record_ids.tolist(), batch.lengths.tolist(), self._at.dp
-        wanted = [[row for row in some if ids[row] >= 0] for some in rows]
-        kept = {row: self._kept[ids[row]] for some in wanted for row in some if ids[row] in self._kept}
-        if any(self._keepers[ids[row]] != dp for dp, some in enumerate(wanted) for row in some):
-            replicas, layers = range(len(wanted)), self._own_layers
+        ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
+        rows = list(range(len(batch)) if some is None else some)
+        parts: list[list[int]] = [[] for _ in range(self._actor.dp)]
+        for row in [row for row in rows if ids[row] >= 0]:
+            parts[self._keepers[ids[row]]].append(row)
+        loads = [sum(lengths[row] for row in part) for part in parts]
+        for row in [row for row in rows if ids[row] < 0]:
+            replica = loads.index(min(loads))
+            parts[replica].append(row)
+            loads[replica] += lengths[row]
+        return [sorted(part) for part in parts]
 
-            def parcel(source: int, target: int) -> _Parcel:
-                moved = [row for row in wanted[target] if self._keepers[ids[row]] == source]
-                return _Parcel(moved, layers) if source != target else NO_PARCEL
-
-            arrived = self._sent(
-                self._replicas,
-                [self._packed(kept, parcel(own, peer), layers) for peer in replicas],
-                [parcel(peer, own) for peer in replicas],
-                lengths,
-            )
-            kept |= {row: experts for _, found in arrived for row, experts in found.items()}
-        starts, parts, filled = torch.zeros(len(batch), dtype=torch.int64), [self._nothing(0)], 0
-        for row in rows[own]:
-            starts[row], filled = filled, filled + lengths[row]
-            parts.append(kept[row] if ids[row] >= 0 else self._nothing(lengths[row]))
-        return RowExperts(torch.cat(parts), starts, batch.lengths, self._own_layers)
+    def of_rows(self, batch: RolloutBatch, rows: Sequence[int]) -> RowExperts:
+        """The experts of rows that this rank's replica keeps, in the layers of the rank's stage. Local."""
+        ids = batch.record_ids.tolist()
+        recorded = self._of_rows(ids, [row for row in rows if ids[row] >= 0])
+        return RowExperts(
+            {row: recorded.get(row) for row in rows}, self._nothing(0), batch.lengths, layers=self._own_layers
+        )
 
     def portable(self, tensors: Tensors) -> dict[str, Tensor]:
         """The tensors of a batch as a file has them: on rank 0 (T, layers, k) experts in place of their numbers.
@@ -179,7 +223,7 @@ class RoutingRecords:
         kept = {row: self._kept[number] for row, number in enumerate(ids) if number in self._kept}
         arrived = self._sent(
             exchange,
-            [self._packed(kept, parcel(self._rank, peer), self._own_layers) for peer in ranks],
+            [self._packed(kept, parcel(self._rank, peer), lengths) for peer in ranks],
             [parcel(peer, self._rank) for peer in ranks],
             lengths,
         )
@@ -187,7 +231,7 @@ class RoutingRecords:
             whole, starts = self.sizes.nothing(sum(lengths)), offsets(tensors["lengths"]).tolist()
             for sent, found in arrived:
                 for row, experts in found.items():
-                    whole[starts[row] : starts[row] + lengths[row], list(sent.layers)] = experts
+                    bits(whole)[starts[row] : starts[row] + lengths[row], list(sent.layers)] = bits(experts)
             portable[EXPERTS] = whole
         return portable
 
@@ -203,25 +247,44 @@ class RoutingRecords:
     def _nothing(self, num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, len(self._own_layers), self.sizes.chosen, dtype=self.sizes.dtype)
 
-    def _filled_up(self, experts: Tensor, num_tokens: int) -> Tensor:
-        """The last token of a row has no record."""
-        whole = self.sizes.nothing(num_tokens)
-        whole[: len(experts)] = experts
-        return whole
+    def _of_rows(self, ids: Sequence[int], rows: Sequence[int]) -> dict[int, Tensor]:
+        """Records that this rank keeps, by row."""
+        for row in rows:
+            assert ids[row] in self._kept, f"the record of row {row} lies with replica {self._keepers.get(ids[row])}"
+        return {row: self._kept[ids[row]] for row in rows}
 
-    def _numbered(self, batch: RolloutBatch) -> RolloutBatch:
+    def _numbered(self, batch: RolloutBatch, iteration: int | None) -> RolloutBatch:
         """With new records, of which nothing is kept yet."""
         ids = torch.arange(self._next, self._next + len(batch))
+        epochs: Sequence[Sequence[Tensor]] = ()
+        if self._mini_batches is not None and iteration is not None:
+            epochs = self._mini_batches(batch.prompt_indices, iteration)
+        self._keepers |= {self._next + row: replica for row, replica in self._owners(batch, epochs).items()}
         self._next += len(batch)
-        for replica, rows in enumerate(replica_rows(batch, self._actor.dp)):
-            self._keepers |= dict.fromkeys(ids[torch.tensor(rows, dtype=torch.int64)].tolist(), replica)
+        self._dealt = ids, _lists(epochs)
         return replace(batch, record_ids=ids)
 
-    def _packed(self, there: Mapping[int, Tensor], parcel: _Parcel, layers: Sequence[int] | None = None) -> Tensor:
-        """As bytes. layers: those that `there` has; None: all."""
-        columns = list(parcel.layers if layers is None else map(layers.index, parcel.layers))
-        parts = [there[row][:, columns].flatten() for row in parcel.rows]
-        return torch.cat([torch.zeros(0, dtype=self.sizes.dtype), *parts]).view(torch.uint8)
+    def _owners(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> dict[int, int]:
+        """By row the replica."""
+        parts = rows_that_stay(batch, self._actor.dp, epochs)
+        return {row: replica for replica, rows in enumerate(parts) for row in rows}
+
+    def _packed(
+        self,
+        there: Mapping[int, Tensor],
+        parcel: _Parcel,
+        lengths: Sequence[int],
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As bytes. layers: those that `there` has; None: this rank's. What a row's last tokens lack is 0."""
+        known = tuple(self._own_layers if layers is None else layers)
+        columns = [known.index(layer) for layer in parcel.layers] if tuple(parcel.layers) != known else slice(None)
+        parts = [torch.zeros(0, dtype=self.sizes.dtype)]
+        for row in parcel.rows:
+            experts = there[row][:, columns]
+            missing = lengths[row] - len(experts)
+            parts += [experts.reshape(-1), experts.new_zeros(missing * len(parcel.layers) * self.sizes.chosen)]
+        return torch.cat(parts).view(torch.uint8)
 
     def _sent(
         self, exchange: Exchange, outgoing: Sequence[Tensor], incoming: Sequence[_Parcel], lengths: Sequence[int]
@@ -237,3 +300,14 @@ class RoutingRecords:
                 of_rows = whole.split([lengths[row] for row in parcel.rows])
                 found.append((parcel, dict(zip(parcel.rows, of_rows, strict=True))))
         return found
+
+
+def _lists(epochs: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Of each epoch the rows of its mini-batches, with -1 behind each."""
+    return [[row for rows in mini_batches for row in (*rows.tolist(), -1)] for mini_batches in epochs]
+
+
+def _is_dealt(dealt: tuple[Tensor, list[list[int]]], batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the keepers of these rows were chosen by these mini-batches, so that nothing has to be dealt again."""
+    ids, known = dealt
+    return torch.equal(ids, batch.record_ids) and known == _lists(epochs)

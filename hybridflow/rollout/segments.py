@@ -122,15 +122,13 @@ def with_experts(
         last = len(group.prompt) + len(known.token_ids) + len(segment.token_ids) - 1
         starts[place, sample], counts[place, sample] = total, last - first if segment.token_ids else 0
         total += counts[place, sample]
-    recorded = {row: segment.experts for row, segment in own.items() if segment.experts is not None}
-    a_token = sizes.num_layers * sizes.chosen
-    places = [torch.arange(starts[row] * a_token, (starts[row] + counts[row]) * a_token) for row in recorded]
-    values = [experts.flatten() for experts in recorded.values()]
-    where = torch.cat([torch.zeros(0, dtype=torch.int64), *places])
-    flat_experts = torch.cat([torch.zeros(0, dtype=sizes.dtype), *values])
-    sent = flat_experts if sizes.dtype == torch.uint8 else flat_experts.int()  # NCCL has no int16
-    whole = exchange.gather(PartialTensor(total * a_token, where, sent)).to(sizes.dtype)
-    parts = whole.view(total, sizes.num_layers, sizes.chosen).split(list(counts.values()))
+    whole = sizes.nothing(total)
+    for row, segment in own.items():
+        if segment.experts is not None:
+            whole[starts[row] : starts[row] + counts[row]] = segment.experts
+    # as bytes, of which one rank at most has one that is not 0
+    told = exchange.sum(whole.view(torch.uint8).to(exchange.device)).cpu().view(sizes.dtype)
+    parts = told.split(list(counts.values()))
     return {
         row: replace(segment, experts=part if counts[row] else None)
         for (row, segment), part in zip(segments.items(), parts, strict=True)

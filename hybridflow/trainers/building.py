@@ -6,6 +6,7 @@ generator = build_generator(placed, roles, inputs, world)
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.reencode import Reencoder
 from hybridflow.flows.evaluate import HeldoutSet
+from hybridflow.flows.mini_batches import epochs_of_mini_batches
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.parallel import torchrun
 from hybridflow.placement.hosts import parse_hosts
@@ -26,6 +28,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import Critic, RewardModel
+from hybridflow.rollout.routing_records import MiniBatches
 from hybridflow.trainers.environments import environments_of
 
 
@@ -82,7 +85,14 @@ def build_roles(
 ) -> Roles:
     """The models of the run, those that it has. Collective over the world. trains: the actor has an optimizer."""
     config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
-    actor = Actor(placed.actor, temperature=temperature, world=world, routing=placed.routing, trains=trains)
+    actor = Actor(
+        placed.actor,
+        temperature=temperature,
+        world=world,
+        routing=placed.routing,
+        mini_batches=_mini_batches(config),
+        trains=trains,
+    )
     critic = None
     if "critic" in models:
         critic = Critic(models["critic"], world=world, base=actor if placed.critic_shares_base else None)
@@ -106,6 +116,15 @@ def build_roles(
             environment=config.data.environment,
         )
     return Roles(actor, critic, reference, scorer)
+
+
+def _mini_batches(config: ExperimentConfig) -> MiniBatches | None:
+    """Those of a rollout, where the rollout alone is the batch."""
+    algorithm = config.algorithm
+    if getattr(algorithm, "dynamic_sampling", None) is not None:
+        return None
+    varies = config.sampling.samples.varies
+    return partial(epochs_of_mini_batches, update=algorithm.update, seed=config.seed, varies=varies)
 
 
 def build_generator(placed: PlacedRun, roles: Roles, inputs: Inputs, world: RunContext) -> Generator:

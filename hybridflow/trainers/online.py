@@ -244,7 +244,7 @@ class OnlineTrainer:
             return self._replay({iteration: file}).read(prompts, samples_per_prompt=samples, iteration=iteration)
 
         found = self.checkpoint_manager.load_rollout(iteration, read)
-        return None if found is None else with_experts(*found, self._records)
+        return None if found is None else with_experts(*found, self._records, iteration)
 
     def _replay(self, files: dict[int, Path]) -> Replay:
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length

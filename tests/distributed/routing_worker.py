@@ -45,19 +45,32 @@ def run_case(case: Case, models: Path, budget: int, world: RunContext) -> list[t
     reference = Reference(placed.models["reference"], temperature=temperature, world=world)
     sizes = RoutingSizes(NUM_LAYERS, CHOSEN, NUM_EXPERTS)
     actor = Actor(placed.actor, temperature=temperature, world=world, routing=sizes)
+    actor.begin_iteration(1, 1)
+    world.exchange.gather(actor.log_probs(batch))
+    own_load = load_of(actor, world)
     batch = actor.records.take(batch, experts)
     actor.begin_iteration(1, 1)
     ref_log_probs, log_probs = world.exchange.gather_all([reference.log_probs(batch), actor.log_probs(batch)])
-    differ = routing_metrics(actor, world.exchange)["rollout/experts_differ"]
+    differ = routing_metrics(actor, world.exchange)[0]["rollout/experts_differ"]
+    load = load_of(actor, world)
     actor.training_model.zero_gradients()
     loss = world.exchange.sum(actor.accumulate(batch, negative_log_likelihood()))[0]
     gradients = whole(actor, lambda p: p.main_grad)
     actor.begin_iteration(1, 1)
     actor.update(batch, negative_log_likelihood())
-    at_step = routing_metrics(actor, world.exchange)["rollout/experts_differ"]
+    at_step = routing_metrics(actor, world.exchange)[0]["rollout/experts_differ"]
+    loads = {"own_load": own_load, "load": load, "load_at_step": load_of(actor, world)}
     numbers = {"loss": loss, "differ": torch.tensor(differ), "differ_at_step": torch.tensor(at_step)}
-    found = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, **numbers}
+    found = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, **numbers, **loads}
     return [*found.items(), *((f"grad/{name}", x) for name, x in gradients.items())]
+
+
+def load_of(actor: Actor, world: RunContext) -> Tensor:
+    """(layers + 2,): of each layer, and the two metrics."""
+    metrics, of_layers = routing_metrics(actor, world.exchange)
+    assert list(of_layers) == list(range(NUM_LAYERS))
+    names = ("rollout/experts_load_max_over_mean", "rollout/experts_load_worst_layer")
+    return torch.tensor([*of_layers.values(), *(metrics[name] for name in names)], dtype=torch.float64)
 
 
 if __name__ == "__main__":

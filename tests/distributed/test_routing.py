@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.cases import HYPER, NUM_LAYERS, Case
-from tests.distributed.routing_cases import BUDGETS, CASES, CHOSEN, FAMILIES, make_routed_groups
+from tests.distributed.routing_cases import BUDGETS, CASES, CHOSEN, FAMILIES, NUM_EXPERTS, make_routed_groups
 from tests.launch import run_ranks
 from tests.tiny_models import by_checkpoint_name, make_checkpoints
 
@@ -51,7 +51,7 @@ class ForcedRouters:
     """In the place of a HuggingFace model's routers. `experts` (tokens, layers, k) are those of the next sequence."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.experts, self.own = torch.zeros(0), {}
+        self.experts, self.own, self.chosen = torch.zeros(0), dict[int, Tensor](), dict[int, Tensor]()
         for number, layer in enumerate(model.model.layers):
             layer.mlp.gate.forward = functools.partial(self._route, layer.mlp.gate, number)
 
@@ -60,9 +60,21 @@ class ForcedRouters:
         every = logits.softmax(-1, dtype=torch.float32)
         self.own[layer] = own = every.topk(CHOSEN).indices
         recorded = (self.experts[:, layer, :1] != self.experts[:, layer, 1:]).expand(-1, CHOSEN)
-        chosen = torch.where(recorded, self.experts[:, layer].long(), own)
+        self.chosen[layer] = chosen = torch.where(recorded, self.experts[:, layer].long(), own)
         shares = every.gather(1, chosen)
         return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+
+def count(counts: Tensor, chosen: Tensor) -> None:
+    """Of a row (t, k): all but the last token."""
+    for expert in chosen[:-1].flatten().tolist():
+        counts[expert] += 1
+
+
+def max_over_mean(counts: Tensor) -> Tensor:
+    """(layers, experts) -> (layers + 2,): of each layer, their mean and the largest."""
+    of_layers = counts.max(1).values / counts.double().mean(1)
+    return torch.cat([of_layers, of_layers.mean()[None], of_layers.max()[None]])
 
 
 @functools.cache
@@ -72,6 +84,7 @@ def by_huggingface(family: Path) -> dict[str, Tensor]:
     routers, differ = ForcedRouters(policy), list[Tensor]()
     found = {name: torch.zeros(len(batch.input_ids)) for name in ("log_probs", "ref_log_probs")}
     losses, start = list[Tensor](), 0
+    loads = {name: torch.zeros(NUM_LAYERS, NUM_EXPERTS, dtype=torch.int64) for name in ("load", "own_load")}
     pieces = zip(*(x.split(batch.lengths.tolist()) for x in (batch.input_ids, batch.response_mask)), strict=True)
     for row, (ids, written) in enumerate(pieces):
         routers.experts, places = experts.split(batch.lengths.tolist())[row], written.nonzero().squeeze(1)
@@ -81,16 +94,23 @@ def by_huggingface(family: Path) -> dict[str, Tensor]:
             found[name][start + places] = log_probs.detach()
             if model is policy:
                 losses.append(-log_probs)
+                for layer in range(NUM_LAYERS):
+                    count(loads["load"][layer], routers.chosen[layer])
         for layer in range(NUM_LAYERS):
             theirs, before = routers.experts[:, layer].long(), places - 1
             recorded = theirs[before, 0] != theirs[before, 1]
             unlike = (theirs[before].sort().values != routers.own[layer][before].sort().values).any(1)
             differ.append(unlike[recorded])
+        routers.experts = torch.zeros_like(routers.experts)
+        policy(ids[None])
+        for layer in range(NUM_LAYERS):
+            count(loads["own_load"][layer], routers.chosen[layer])
         start += len(ids)
     loss = torch.cat(losses).mean()
     loss.backward()
     gradients = by_checkpoint_name({n: p.grad for n, p in policy.named_parameters()}, policy.config.model_type)
     found |= {"loss": loss.detach(), "differ": torch.cat(differ).float().mean()}
+    found |= {name: max_over_mean(load) for name, load in loads.items()}
     return found | {f"grad/{name}": x for name, x in gradients.items()}
 
 
@@ -101,7 +121,10 @@ def test_the_given_experts_compute(case: Case, family: str, results: Path, check
     assert 0.5 < expected["differ"] < 1, "most of the given experts are not those of the routers"
     for budget in BUDGETS:
         produced = {name.removeprefix(f"{budget}/") for name in found if name.startswith(f"{budget}/")}
-        assert produced == {*expected, "differ_at_step"}
+        assert produced == {*expected, "differ_at_step", "load_at_step"}
+        assert found[f"{budget}/load_at_step"].tolist() == found[f"{budget}/load"].tolist(), "also if computed again"
+        for name in ("load", "own_load"):
+            assert found[f"{budget}/{name}"].tolist() == pytest.approx(expected[name].tolist(), rel=1e-12), name
         assert found[f"{budget}/differ_at_step"] == pytest.approx(float(expected["differ"]))
         for name, value in expected.items():
             scale = largest if name.startswith("grad/") else value.abs().max()

@@ -9,12 +9,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import Stopped, UserError
 from hybridflow.flows.replay import Replay
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
+from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import Iteration
 from hybridflow.roles.generator import Generator
 from hybridflow.trainers.online import OnlineTrainer
@@ -34,17 +38,28 @@ RUNS: dict[str, list[str]] = {
     "engine log-probs": [REPLAY, "algorithm.policy.old_log_probs=engine"],
     "stages": [REPLAY, *STAGES],
     "two replicas": [REPLAY, *STAGES[:2]],
-    "groups that differ": [REPLAY, "algorithm.dynamic_sampling={max_generation_rounds: 2}"],
+    "groups that differ": [REPLAY, *STAGES[:2], "algorithm.dynamic_sampling={max_generation_rounds: 2}"],
 }
 
 
+EPOCHS = [REPLAY, *STAGES[:2], "algorithm.update={mini_batch_size: 8, epochs: 2}"]  # of two mini-batches
+
+
 class Watched(OnlineTrainer):
-    """A trainer that notes the metrics of each iteration, and whether its batch has the engine's experts."""
+    """A trainer that notes the metrics of each iteration, and whether its batch has the engine's experts.
+
+    messages, crossed: exchanges of records in the iteration, and bytes that went from a rank to another.
+    """
 
     def iterate(self, *arguments: Any) -> Iteration | None:
-        done = super().iterate(*arguments)
+        with mock.patch.object(Exchange, "swap", autospec=True, side_effect=Exchange.swap) as swap:
+            done = super().iterate(*arguments)
         noted = {name: float(value) for name, value in done.metrics.items()}
         noted["layers"] = self.placed.actor.spec.num_layers if done.batch.has_routing else 0
+        sent = [(i, len(x)) for call in swap.call_args_list for i, x in enumerate(call.args[1])]
+        crossed = torch.tensor(sum(size for i, size in sent if i != self.platform.rank))
+        noted |= {"messages": swap.call_count, "crossed": int(self.exchange.sum(crossed))}
+        noted["tokens"] = int(done.batch.lengths.sum())
         vars(self).setdefault("noted", []).append(noted)
         return done
 
@@ -65,6 +80,8 @@ def main(config: Path, out: Path) -> None:
 
     for name, overrides in RUNS.items():
         fit(name, *overrides, "metrics.dump_batches=true")
+    fit("two epochs", *EPOCHS)
+    fit("two epochs own", *EPOCHS[1:])
     fit("kept", REPLAY, "checkpoint.max_hours=1e-9", "checkpoint.save_rollout=true")
     found["stopped"] = found["kept"]
     fit("kept", REPLAY, "checkpoint.save_rollout=true")

@@ -229,9 +229,7 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     later = Routed(run._scores, count=2, state=state, records=after)
     rollout, _ = sampled(later, DynamicSampling())
     assert later.prompt_rows[0] == 3 and rollout.has_routing
-    experts = (
-        after.of_rows(rollout, [list(range(len(rollout)))]).for_tokens(torch.arange(len(rollout.input_ids))).experts
-    )
+    experts = after.of_rows(rollout, range(len(rollout))).for_tokens(torch.arange(len(rollout.input_ids))).experts
     assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
     plain = with_records(load_state(tmp_path).state, None).surplus
     assert plain is not None and not {"routed_experts", "record_ids"} & plain.tensors.keys()

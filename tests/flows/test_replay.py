@@ -95,7 +95,7 @@ EXPERTS = torch.rand(13, 3, 4, generator=torch.Generator().manual_seed(0)).topk(
 def test_a_file_gives_the_experts_that_it_holds_where_they_are_replayed(file: Path) -> None:
     whole, records = batch() | {"routed_experts": EXPERTS}, records_of_one_rank()
     taken = generated(file, whole, records)
-    assert torch.equal(records.of_rows(taken, [[0, 1, 2, 3]]).experts, EXPERTS)
+    assert torch.equal(records.of_rows(taken, [0, 1, 2, 3]).for_tokens(torch.arange(13)).experts, EXPERTS)
     rollout = generated(file, whole)
     assert not rollout.has_routing and differences(whole, vars(rollout)) == ["log_probs not computed now"]
 

@@ -1,5 +1,6 @@
 """Whole runs of a mixture of experts in bfloat16: with the engine's experts log-probs are nearer to the engine's."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,55 @@ def test_only_with_the_key_is_anything_recorded(name: str, results: dict[str, An
         recorded = experts[..., 0] != experts[..., 1]
         last = torch.zeros(len(experts), dtype=torch.bool).index_fill(0, lengths.cumsum(0) - 1, True)
         assert recorded[~last].all() and not recorded[last].any()
+
+
+def test_a_record_crosses_once_for_two_epochs_of_two_mini_batches(results: dict[str, Any]) -> None:
+    """From the engine's rank to the row's owner, in the one exchange of the iteration."""
+    for metrics in results["two epochs"]:
+        assert metrics["messages"] == 1
+        assert 0 < metrics["crossed"] < metrics["tokens"] * NUM_LAYERS * CHOSEN, "some rows are where they were made"
+    assert all(metrics["messages"] == metrics["crossed"] == 0 for metrics in results["two epochs own"])
+
+
+def test_with_dynamic_sampling_records_move_before_the_first_step(results: dict[str, Any]) -> None:
+    """A batch is of several rounds there, and nobody knows its mini-batches before; a dump is one exchange more."""
+    for metrics in results["groups that differ"]:
+        assert metrics["messages"] == metrics["rollout/generation_rounds"] + 2
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_load_of_experts(name: str, results: dict[str, Any], runs: Path) -> None:
+    """With replay and without, also where no pass for old log-probs runs; a row an iteration in the file."""
+    rows = list(csv.DictReader((runs / name.replace(" ", "-") / "experts_load.csv").open()))
+    assert [row.pop("iteration") for row in rows] == [str(i + 1) for i in range(len(results[name]))]
+    for metrics, row in zip(results[name], rows, strict=True):
+        assert list(row) == [f"layer_{layer}" for layer in range(NUM_LAYERS)]
+        load = [float(value) for value in row.values()]
+        assert metrics["rollout/experts_load_max_over_mean"] == pytest.approx(sum(load) / NUM_LAYERS)
+        assert metrics["rollout/experts_load_worst_layer"] == max(load)
+        assert min(load) > 1 and max(load) < NUM_EXPERTS / CHOSEN
+    if name not in (
+        "own",
+        "stages",
+        "two replicas",
+        "groups that differ",
+    ):  # the engine's experts are the same, whoever counts them
+        first = results["replayed"][0]["rollout/experts_load_max_over_mean"]
+        assert results[name][0]["rollout/experts_load_max_over_mean"] == first
+
+
+def test_the_load_is_that_of_a_dumped_batch(results: dict[str, Any], runs: Path) -> None:
+    """Of all tokens but a row's last, on two replicas."""
+    dumped = load_file(runs / "two-replicas" / "batches" / "iteration_000001.safetensors")
+    experts = dumped["routed_experts"].long()
+    kept = torch.ones(len(experts), dtype=torch.bool).index_fill(0, dumped["lengths"].cumsum(0) - 1, False)
+    counts = torch.stack(
+        [experts[kept, layer].flatten().bincount(minlength=NUM_EXPERTS) for layer in range(NUM_LAYERS)]
+    )
+    load = counts.max(1).values / counts.double().mean(1)
+    metrics = results["two replicas"][0]
+    assert metrics["rollout/experts_load_worst_layer"] == pytest.approx(float(load.max()))
+    assert metrics["rollout/experts_load_max_over_mean"] == pytest.approx(float(load.mean()))
 
 
 def test_a_kept_rollout_has_them(results: dict[str, Any], runs: Path) -> None:

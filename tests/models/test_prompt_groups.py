@@ -2,12 +2,21 @@
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, balanced_partition, response_mask
-from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups, replica_rows
+from hybridflow.config.losses import Update
+from hybridflow.flows.mini_batches import epochs_of_mini_batches
+from hybridflow.models.prompt_groups import (
+    PromptGroup,
+    micro_batch_groups,
+    prompt_groups,
+    replica_rows,
+    rows_that_stay,
+)
 
 
 def batch_of(rows: list[tuple[int, list[int], int]]) -> RolloutBatch:
@@ -117,6 +126,61 @@ def test_replicas_hold_every_row_once_and_run_alike(seed: int, num_replicas: int
     by_rows = balanced_partition(batch.lengths.tolist(), num_replicas)
     assert max(loads) < max(tokens_run(batch, part) for part in by_rows)
     assert max(loads) <= sum(loads) / num_replicas + max(batch.lengths)
+
+
+def epochs_of(batch: RolloutBatch, size: int | None, epochs: int, *, whole_prompts: bool) -> list[list[torch.Tensor]]:
+    update = Update(mini_batch_size=size, epochs=epochs, whole_prompts=whole_prompts)
+    found = epochs_of_mini_batches(batch.prompt_indices, 1, update=update, seed=4, varies=False)
+    return [list(mini_batches) for mini_batches in found]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_rows_of_one_mini_batch_are_those_of_the_batch(num_replicas: int) -> None:
+    batch = batch_of(random_rows(2, 6))
+    epochs = epochs_of(batch, None, 3, whole_prompts=False)
+    for known in (epochs, []):
+        assert rows_that_stay(batch, num_replicas, known) == replica_rows(batch, num_replicas)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_mini_batches_of_one_epoch_are_dealt_each_by_itself(num_replicas: int, whole_prompts: bool) -> None:
+    batch = batch_of(random_rows(3, 6))
+    [epoch] = epochs_of(batch, 24, 1, whole_prompts=whole_prompts)
+    found = rows_that_stay(batch, num_replicas, [epoch])
+    assert sorted(itertools.chain(*found)) == list(range(len(batch))) and len(epoch) == 3
+    for rows in epoch:
+        own = [[row for row in part if row in rows] for part in found]
+        assert own == replica_rows(batch, num_replicas, sorted(rows.tolist()))
+
+
+def test_rows_that_stay_by_hand() -> None:
+    """In both epochs each replica has a row of every mini-batch, which no way of the first epoch alone sees to."""
+    batch = batch_of([(row, A, 5) for row in range(4)])
+    epochs = [[torch.tensor([0, 1]), torch.tensor([2, 3])], [torch.tensor([0, 2]), torch.tensor([3, 1])]]
+    assert rows_that_stay(batch, 2, epochs[:1]) == [[0, 2], [1, 3]]
+    assert rows_that_stay(batch, 2, epochs) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("whole_prompts", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_stay_leave_replicas_nearly_alike(seed: int, whole_prompts: bool, num_replicas: int) -> None:
+    """In all mini-batches together: nearer to what dealing each anew reaches than the owners of the whole batch are."""
+    batch = batch_of(random_rows(seed, 8))
+    epochs = epochs_of(batch, 48, 3, whole_prompts=whole_prompts)
+    found = rows_that_stay(batch, num_replicas, epochs)
+    assert sorted(itertools.chain(*found)) == list(range(len(batch)))
+
+    def busiest(parts_of: Callable[[list[int]], list[list[int]]]) -> int:
+        mini_batches = [sorted(rows.tolist()) for epoch in epochs for rows in epoch]
+        return sum(max(tokens_run(batch, part) for part in parts_of(rows)) for rows in mini_batches)
+
+    def of(parts: list[list[int]]) -> int:
+        return busiest(lambda rows: [[row for row in part if row in rows] for part in parts])
+
+    anew = busiest(lambda rows: replica_rows(batch, num_replicas, rows))
+    assert of(found) <= 1.15 * anew and of(found) < of(replica_rows(batch, num_replicas))
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

@@ -15,7 +15,7 @@ from hybridflow.errors import RecordError
 from hybridflow.parallel import host_memory
 from hybridflow.recording import measure
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
-from hybridflow.recording.writers import MetricsWriter, SampleWriter
+from hybridflow.recording.writers import ExpertsLoadWriter, MetricsWriter, SampleWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -167,6 +167,23 @@ def test_opening_an_existing_run_starts_a_new_file(tmp_path: Path) -> None:
         writer.write(1, {"actor/loss": loss, f"only/{loss}": 0.0})
         writer.close()
     assert csv_text(tmp_path) == "iteration,actor/loss,only/2.0\n1,2.0,0.0\n"
+
+
+def test_the_load_of_experts_is_a_file_of_its_own(tmp_path: Path) -> None:
+    """Which a dense model does not have, and which a resumed run cuts back."""
+    file, dense = tmp_path / "experts_load.csv", ExpertsLoadWriter(tmp_path, csv=True)
+    dense.write(1, {})
+    dense.sync()
+    dense.close()
+    assert not file.exists()
+    for resumed, writes in ((None, True), (1, True), (1, False)):
+        writer = ExpertsLoadWriter(tmp_path, csv=writes, resumed=resumed)
+        for iteration in (1, 2) if resumed is None else (2, 3):
+            writer.write(iteration, {1: 1.5 * iteration, 3: 2.0})
+        writer.sync()
+        writer.close()
+        rows = ["1,1.5,2.0"] + (["2,3.0,2.0"] if writes else []) + (["3,4.5,2.0"] if writes and resumed else [])
+        assert file.read_text().splitlines() == ["iteration,layer_1,layer_3", *rows]
 
 
 def test_names_with_commas_survive(tmp_path: Path) -> None:

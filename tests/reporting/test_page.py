@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.recording.writers import ExpertsLoadWriter
 from hybridflow.reporting.page import data, embedded, is_flat, page
 from hybridflow.reporting.runs import read_runs
 from tests.reporting.run_dirs import HOSTILE, make_run
@@ -98,6 +99,21 @@ def test_the_layout_by_replica_stage_and_rank(tmp_path: Path) -> None:
             {"name": "rollout", "sizes": "tp 2, pp 1, 2 replicas", "replicas": [[[0, 1]], [[2, 3]]]},
         ],
     }
+
+
+def test_the_load_of_experts_by_layer(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    assert data(read_runs([path], sampled_iterations=9))["runs"][0]["experts"] == []
+    writer = ExpertsLoadWriter(path, csv=True)
+    for iteration, load in ((1, {10: 3.0, 9: 1.5}), (2, {10: 2.0}), (3, {10: 2.5, 9: 1.25})):
+        writer.write(iteration, load)
+    writer.close()
+    [run] = read_runs([path], sampled_iterations=9)
+    assert run.experts_load == {9: [(1, 1.5), (3, 1.25)], 10: [(1, 3.0), (2, 2.0), (3, 2.5)]}
+    assert data([run])["runs"][0]["experts"] == [
+        {"layer": 9, "first": "1.5", "last": "1.25", "mean": "1.375", "largest": "1.5"},
+        {"layer": 10, "first": "3", "last": "2.5", "mean": "2.5", "largest": "3"},
+    ]
 
 
 def test_long_samples_are_cut_and_other_fields_kept(tmp_path: Path) -> None:

@@ -68,12 +68,19 @@ def returned(experts: np.ndarray | None) -> SimpleNamespace:
     return SimpleNamespace(routed_experts=experts)
 
 
-@pytest.mark.parametrize(("num_experts", "dtype", "ours"), [(128, "uint8", torch.uint8), (512, "uint16", torch.int16)])
+@pytest.mark.parametrize(("num_experts", "dtype", "ours"), [(128, "uint8", torch.uint8), (512, "uint16", torch.uint16)])
 def test_what_the_newer_runner_returns(num_experts: int, dtype: str, ours: torch.dtype) -> None:
     """vLLM's is simulated: V2 needs Triton."""
     experts = np.random.default_rng(0).integers(0, num_experts, (5, 3, 2)).astype(dtype)
     found = ReturnedRouting(RoutingSizes(3, 2, num_experts)).experts("0-a", returned(experts), 5)
     assert found.dtype == ours and found.tolist() == experts.tolist()
+    assert found.data_ptr() == experts.ctypes.data, "vLLM's own memory"
+
+
+def test_routes_in_another_type_are_not_converted() -> None:
+    experts = np.zeros((5, 3, 2), "int32")
+    with pytest.raises(EnvironmentProblem, match="routed experts in torch\\.int32, expected torch\\.uint8"):
+        ReturnedRouting(RoutingSizes(3, 2, 128)).experts("0-a", returned(experts), 5)
 
 
 def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch() -> None:
@@ -94,7 +101,7 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
         {row: its.experts for row, its in enumerate(responses)}, [0, 0], RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),)
     )
     kept = records.keep(batch_of(ids, [4, 6]), recorded)
-    found = records.of_rows(kept, [[0, 1]]).for_tokens(torch.arange(10)).experts
+    found = records.of_rows(kept, [0, 1]).for_tokens(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
     assert found[4:9].tolist() == experts[1].tolist()
 

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, joined, response_mask, token_index
-from hybridflow.models.prompt_groups import replica_rows
+from hybridflow.config.losses import Update
+from hybridflow.flows.mini_batches import epochs_of_mini_batches
+from hybridflow.models.prompt_groups import replica_rows, rows_that_stay
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.routing_records import Recorded, RoutingRecords
+from hybridflow.rollout.routing_records import MiniBatches, Recorded, RoutingRecords
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup, on_ranks
 
 NUM_RANKS, NUM_LAYERS, CHOSEN = 4, 4, 2
-SIZES = {"uint8": RoutingSizes(NUM_LAYERS, CHOSEN, 16), "int16": RoutingSizes(NUM_LAYERS, CHOSEN, 512)}
+SIZES = {"uint8": RoutingSizes(NUM_LAYERS, CHOSEN, 16), "uint16": RoutingSizes(NUM_LAYERS, CHOSEN, 512)}
 ACTORS = {
     "tp": Layout(2, 1, 2, (0, 1, 2, 3)),
     "pp": Layout(1, 2, 2, (0, 1, 2, 3)),
@@ -48,9 +50,9 @@ def experts_of(batch: RolloutBatch, sizes: RoutingSizes, seed: int) -> Tensor:
     """(T, layers, k), of which each row's last token has no record."""
     generator = torch.Generator().manual_seed(seed)
     every = torch.rand(len(batch.input_ids), NUM_LAYERS, sizes.num_experts, generator=generator)
-    experts = every.topk(CHOSEN).indices.to(sizes.dtype)
+    experts = every.topk(CHOSEN).indices
     experts[batch.lengths.cumsum(0) - 1] = 0
-    return experts
+    return experts.to(sizes.dtype)
 
 
 def recorded_by(rank: int, batch: RolloutBatch, experts: Tensor, engines: RolloutLayout) -> Recorded:
@@ -62,9 +64,11 @@ def recorded_by(rank: int, batch: RolloutBatch, experts: Tensor, engines: Rollou
     if rank in engines and engines.coordinates(rank).tp == 0:
         at = engines.coordinates(rank)
         for row in [row for row, replica in enumerate(made_by) if replica == at.replica]:
-            its = torch.zeros_like(experts[token_index(batch.lengths, torch.tensor([row]))])
-            its[:, list(stages[at.pp])] = of_row(batch, experts, row)[:, list(stages[at.pp])]
-            own[row] = its[:-1]
+            its = of_row(batch, experts, row)[:-1].clone()
+            for layer in range(NUM_LAYERS):
+                if layer not in stages[at.pp]:
+                    its[:, layer] = 0
+            own[row] = its
     return Recorded(own, made_by, engines, stages)
 
 
@@ -80,7 +84,7 @@ class World:
     sent: dict[tuple[int, int], int]
 
 
-def world_of(actor: Layout, sizes: RoutingSizes) -> World:
+def world_of(actor: Layout, sizes: RoutingSizes, mini_batches: MiniBatches | None = None) -> World:
     sent: dict[tuple[int, int], int] = {}
     whole = SimulatedGroup(range(NUM_RANKS), sent)
     alike = {rank: SimulatedGroup(ranks, sent) for ranks in actor.groups("dp") for rank in ranks}
@@ -92,23 +96,30 @@ def world_of(actor: Layout, sizes: RoutingSizes) -> World:
             rank=rank,
             world=SimulatedExchange(whole, rank),  # type: ignore[arg-type]
             replicas=SimulatedExchange(alike[rank], rank) if rank in actor else None,  # type: ignore[arg-type]
+            mini_batches=mini_batches,
         )
         for rank in range(NUM_RANKS)
     ]
     return World(records, sent)
 
 
-def check_rows(world: World, actor: Layout, batch: RolloutBatch, experts: Tensor, rows: list[list[int]]) -> None:
-    """Each rank of the actor has its replica's rows in its stage's layers."""
-    found = on_ranks(NUM_RANKS, lambda rank: world.records[rank].of_rows(batch, rows) if rank in actor else None)
-    stages = actor.stages(NUM_LAYERS)
+def check_rows(world: World, actor: Layout, batch: RolloutBatch, experts: Tensor) -> list[list[int]]:
+    """Each rank of the actor has its replica's rows in its stage's layers; which rows, by replica."""
+    [rows] = {tuple(map(tuple, records.rows_of_replicas(batch))) for records in world.records}
+    assert sorted(row for part in rows for row in part) == list(range(len(batch)))
+    stages, sent = actor.stages(NUM_LAYERS), dict(world.sent)
     for rank in actor.ranks:
-        at, mine = actor.coordinates(rank), found[rank]
-        assert mine is not None and mine.layers == stages[at.pp]
+        at = actor.coordinates(rank)
+        mine = world.records[rank].of_rows(batch, rows[at.dp])
+        assert mine.layers == stages[at.pp]
         tokens = token_index(batch.lengths, torch.tensor(rows[at.dp], dtype=torch.int64))
-        routed = mine.for_tokens(tokens.flip(0))  # in any order
-        assert torch.equal(routed.of_layers(mine.layers), experts[tokens.flip(0)][:, list(mine.layers)])
-        assert torch.equal(routed.of_layers(mine.layers[1:]), experts[tokens.flip(0)][:, list(mine.layers[1:])])
+        for some in (tokens, tokens.flip(0), tokens[3:-2], tokens[::2].contiguous(), tokens[:0]):  # in any order
+            routed = mine.for_tokens(some)
+            assert routed.experts.dtype == experts.dtype
+            assert torch.equal(routed.of_layers(mine.layers), experts[some][:, list(mine.layers)])
+            assert torch.equal(routed.of_layers(mine.layers[1:]), experts[some][:, list(mine.layers[1:])])
+    assert world.sent == sent, "what a replica computes is there"
+    return [list(part) for part in rows]
 
 
 @pytest.mark.parametrize("engines", ENGINES)
@@ -130,30 +141,60 @@ def test_a_rank_has_the_rows_and_layers_that_it_trains_on(actor: str, engines: s
         assert kept_bytes(records) == share, "a rank has its replica's rows in its stage's layers, and nothing else"
     whole = int(batch.lengths.sum()) * per_token
     assert sum(world.sent.values()) <= whole * layout.tp, "each byte goes to one replica, once to each of its copies"
-    before = dict(world.sent)
-    check_rows(world, layout, kept[0], experts, of_replicas)
-    assert world.sent == before, "the rows of the whole batch are where they are computed"
+    assert check_rows(world, layout, kept[0], experts) == of_replicas
+
+
+def halves(prompt_indices: Tensor, iteration: int, epochs: int = 2) -> list[list[Tensor]]:
+    """Two mini-batches an epoch, as a seed deals them."""
+    update = Update(mini_batch_size=-(-len(prompt_indices) // 2), epochs=epochs)
+    found = epochs_of_mini_batches(prompt_indices, iteration, update=update, seed=3, varies=False)
+    return [list(mini_batches) for mini_batches in found]
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-def test_rows_of_a_mini_batch_move_between_replicas(actor: str) -> None:
-    layout, sizes, batch = ACTORS[actor], SIZES["uint8"], rollout()
+@pytest.mark.parametrize("dtype", SIZES)
+def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> None:
+    """Each byte goes from the engine to the row's owner, once, and in all mini-batches the owner computes the row."""
+    layout, sizes, batch = ACTORS[actor], SIZES[dtype], rollout()
+    world, experts = world_of(layout, sizes, halves), experts_of(batch, sizes, seed=1)
+    kept = on_ranks(
+        NUM_RANKS,
+        lambda rank: world.records[rank].keep(batch, recorded_by(rank, batch, experts, ENGINES["four"]), iteration=5),
+    )[0]
+    assert sum(world.sent.values()) <= int(batch.lengths.sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp
+    sent, epochs = dict(world.sent), halves(batch.prompt_indices, 5)
+    assert layout.dp == 1 or rows_that_stay(batch, layout.dp, epochs) != replica_rows(batch, layout.dp)
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(kept, epochs))
+    for rows in [rows for mini_batches in epochs for rows in mini_batches]:
+        some, own = kept.select(rows), torch.cat([of_row(batch, experts, row) for row in rows.tolist()])
+        check_rows(world, layout, some, own)
+    assert world.sent == sent
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_records_move_once_where_mini_batches_are_others(actor: str, dtype: str) -> None:
+    """Of a part of the rows: each stage sends its layers of those that get another owner."""
+    layout, sizes, batch = ACTORS[actor], SIZES[dtype], rollout()
     world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
     kept = on_ranks(
         NUM_RANKS, lambda rank: world.records[rank].keep(batch, recorded_by(rank, batch, experts, ENGINES["four"]))
     )[0]
     world.sent.clear()
-    owners = {row: dp for dp, rows in enumerate(replica_rows(batch, layout.dp)) for row in rows}
-    chosen = torch.tensor([8, 1, 0, 6])
-    some = kept.select(chosen)
-    its = torch.cat([of_row(batch, experts, row) for row in chosen.tolist()])
-    rows = [[0, 2], [1, 3]] if layout.dp == 2 else [[0, 1, 2, 3]]
-    check_rows(world, layout, some, its, rows)
-    moved = [
-        int(chosen[row]) for dp, own in enumerate(rows) for row in own if owners[int(chosen[row])] != dp
-    ]  # by number in the whole batch
-    expected = sum(int(batch.lengths[row]) for row in moved) * NUM_LAYERS * CHOSEN * layout.tp
-    assert sum(world.sent.values()) == expected, "each stage sends its layers of what another replica computes"
+    chosen = torch.tensor([8, 1, 0, 6, 7])
+    some, own = kept.select(chosen), torch.cat([of_row(batch, experts, row) for row in chosen.tolist()])
+    before, epochs = check_rows(world, layout, some, own), halves(some.prompt_indices, 1)
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(some, epochs))
+    sent = dict(world.sent)
+    after = check_rows(world, layout, some, own)
+    assert after == rows_that_stay(some, layout.dp, epochs)
+    moved = [row for old, new in zip(before, after, strict=True) for row in new if row not in old]
+    expected = int(some.lengths[moved].sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp
+    assert sum(sent.values()) == expected and bool(moved) == (layout.dp > 1)
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(some, epochs))
+    assert world.sent == sent, "they are there by now"
+    total = sum(kept_bytes(records) for records in world.records)
+    assert total == int(batch.lengths.sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp
 
 
 def test_rows_without_a_record_have_zeros_and_others_keep_theirs() -> None:
@@ -163,7 +204,10 @@ def test_rows_without_a_record_have_zeros_and_others_keep_theirs() -> None:
     both = joined(first, numbered)
     assert both.has_routing and both.record_ids.tolist() == [-1] * 9 + list(range(9))
     whole = torch.cat([torch.zeros(len(first.input_ids), NUM_LAYERS, CHOSEN, dtype=torch.uint8), experts])
-    check_rows(world, layout, both, whole, replica_rows(both, layout.dp))
+    rows = check_rows(world, layout, both, whole)
+    assert [[row for row in part if row >= 9] for part in rows] == [
+        [row + 9 for row in part] for part in replica_rows(second, layout.dp)
+    ]
 
 
 @pytest.mark.parametrize("actor", ACTORS)
@@ -180,7 +224,7 @@ def test_a_file_has_what_it_gave(actor: str, dtype: str) -> None:
         records.keep_only(kept.record_ids[:4])
     rest = kept.select(torch.arange(4))
     of_rest = experts[: int(batch.lengths[:4].sum())]
-    check_rows(world, layout, rest, of_rest, replica_rows(rest, layout.dp))
+    check_rows(world, layout, rest, of_rest)
     sizes_left = [kept_bytes(records) for records in world.records]
     for records in world.records:
         records.keep_only(torch.zeros(0, dtype=torch.int64))
