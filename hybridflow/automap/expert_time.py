@@ -4,7 +4,8 @@ With t tokens on each tp rank, k of E experts a token, and ep runs of E / ep exp
 
     rows       t k etp / tp of a rank in the mean; the rank with most has them times the imbalance
     products   E / ep experts, each of as many of the rows: (h, 2 f / etp) and (f / etp, h), in one kernel
-    messages   where etp x ep > tp, each rank sends rows there, and the outputs come back
+    messages   where etp x ep > tp, each rank sends a token once to each rank that holds one of the token's experts, and
+               an output comes back from there: of n = E / ep experts a run, ep (1 - C(E - n, k) / C(E, k)) runs a token
 
 Imbalance is the load of the fullest of ep runs over the mean. With loads of single experts that spread by a share s of
 their mean, a run of n experts spreads by s / sqrt(n), and of ep normal values the largest is about sqrt(2 ln ep) above:
@@ -13,7 +14,7 @@ their mean, a run of n experts spreads by s / sqrt(n), and of ep normal values t
 """
 
 from dataclasses import dataclass
-from math import log, sqrt
+from math import comb, log, sqrt
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
@@ -79,10 +80,17 @@ class ExpertWork:
         width = (5 if spec.traits.gated else 2) * spec.ffn_hidden_size / self.cut.expert_tp
         return itemsize * self.copies * (passes * spec.hidden_size + width) + ROUTER_BYTES * spec.num_experts
 
+    @property
+    def runs(self) -> float:
+        """Of a token in the mean: runs of experts with one that the token chooses, all choices alike."""
+        experts, chosen = self.spec.num_experts, self.spec.experts_per_token
+        held = experts // self.cut.ep
+        return self.cut.ep * (1 - comb(experts - held, chosen) / comb(experts, chosen))
+
     def messages(self, tokens: float) -> Cost:
-        """Rows of a rank's own tokens to the ranks that share their experts, and outputs back: each an all-to-all."""
+        """Of a rank's own tokens to the ranks that share their experts, and outputs back: each an all-to-all."""
         if self.ep_ranks == 1:
             return Cost()
-        rows = tokens * self.spec.experts_per_token * self.cut.expert_tp * self.imbalance
+        rows = tokens * self.runs * self.cut.expert_tp * self.imbalance
         size = rows * self.spec.hidden_size * self.device.itemsize(self.dtype)
         return self.device.all_to_all(size, self.ep_ranks).times(2, busy=self.cut.tp)

@@ -91,6 +91,14 @@ def test_rows_go_to_other_replicas_and_back() -> None:
     assert work(Cut(4, 1, 4)).messages(10).seconds == 0, "all ranks of a replica have all tokens"
 
 
+def test_a_token_goes_once_to_a_rank_with_several_of_its_experts() -> None:
+    """Of four experts on two ranks two are chosen: one of the six pairs leaves out the first rank, one the second."""
+    two = work(Cut(1, 1, 2))
+    assert two.runs == pytest.approx(2 * 5 / 6)
+    sent = 10 * 5 / 3 * two.imbalance * 8 * 4
+    assert two.messages(10).seconds == pytest.approx(2 * (0.5 + sent / 2 / 1e4))
+
+
 def test_links_carry_what_goes_inside_a_host_and_between_hosts_at_the_same_time() -> None:
     """Of four ranks on two hosts each sends a quarter to a neighbour, and half over an adapter that two share."""
     sent = 20 * OF_FOUR * 8 * 4
