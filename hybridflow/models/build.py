@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from hybridflow.architecture.rope import Rotary
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.config.recompute import Recompute
 from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
@@ -37,6 +38,7 @@ from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
+from hybridflow.models.recomputation import needs_gradients_of_inputs
 from hybridflow.models.routing import routing_of, take_engines_experts
 from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.parallel.device import current_device
@@ -80,6 +82,7 @@ class PackedModel(LanguageModule):
         for index, layer in enumerate(self._checked_layers()):
             if isinstance(layer.mlp, MixtureOfExperts):
                 take_engines_experts(layer, index)
+                layer.recompute_mlp = False  # `mlp` is a dense one: for megatron this is no layer of experts
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
                 layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
@@ -127,8 +130,8 @@ class PackedModel(LanguageModule):
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
             embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
-            if self.adapters is not None and self.config.recompute_granularity == "full":
-                embedded.requires_grad_()  # megatron runs layers again only for inputs that have a gradient
+            if self.adapters is not None and needs_gradients_of_inputs(self.config):
+                embedded.requires_grad_()
         if self.rotary is not None:
             angles = micro_batch.positions[:, None] * self.rotary.frequencies
             packed = packed.with_rotary(angles, self.config.params_dtype, factor=self.rotary.factor)
@@ -261,7 +264,7 @@ def build_model(
     head: Head,
     dtype: str,
     sequence_parallel: bool,
-    recompute: str,
+    recompute: Recompute,
     device: torch.device,
     head_seed: int | None = None,
     arguments: Mapping[str, Any] | None = None,

@@ -13,6 +13,9 @@ The experts of a layer are one parameter, as in vLLM, so that the engine can rea
 layer has one a expert, and with tensor parallelism asks for sequence parallelism.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -31,6 +34,7 @@ from torch.nn.utils import skip_init
 from hybridflow.models.expert_dispatch import dispatch_and_combine
 from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.layers import Function
+from hybridflow.models.recomputation import again, read_and_dropped, runs_again
 from hybridflow.models.routing import Replay, RoutingMismatch, replayed
 from hybridflow.parallel.layout import Place
 
@@ -144,6 +148,7 @@ class Experts(nn.Module):
     def __init__(self, config: TransformerConfig, swiglu: Function, place: Place) -> None:
         super().__init__()
         self._swiglu = swiglu
+        self._drops_activation = runs_again(config, "moe_act")
         size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
         self.num_held = not_none(config.num_moe_experts) // place.ep
         self._num_experts, self._holds_all = self.num_held * place.ep, place.ep == 1
@@ -169,9 +174,16 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, shares: Tensor, ends: Tensor) -> Tensor:
         """(r, hidden) by expert, (r, 1), and where each expert's rows end (int32) -> (r, hidden)."""
-        hidden: Tensor = self._swiglu.apply(self.linear_fc1(rows, ends))
-        outputs: Tensor = self.linear_fc2((hidden * shares).to(hidden.dtype), ends)
+        gate_up, read = self.linear_fc1(rows, ends), partial(self.linear_fc2, ends=ends)
+        if self._drops_activation:
+            return read_and_dropped(read, self._activated, gate_up, shares)
+        outputs: Tensor = read(self._activated(gate_up, shares))
         return outputs
+
+    def _activated(self, gate_up: Tensor, shares: Tensor) -> Tensor:
+        """What the second matrix reads."""
+        hidden: Tensor = self._swiglu.apply(gate_up)
+        return (hidden * shares).to(hidden.dtype)
 
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of tokens that go to the experts of this rank, by expert, and where each expert's end (int32).
@@ -218,12 +230,28 @@ class MixtureOfExperts(MegatronModule):
         self.group: dist.ProcessGroup | None = None
         self.ep_group: dist.ProcessGroup | None = None
         self._place = place
+        self._again, self._shared_again = runs_again(config, "moe"), runs_again(config, "shared_experts")
         self.replayed: Tensor | None = None
         self.differences: RoutingMismatch | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        return again(self._routed_as_now(), hidden) if self._again else self._computed(hidden), None
+
+    def _routed_as_now(self) -> Callable[[Tensor], Tensor]:
+        """The mixture with the experts that it is to take now: when it is computed again, others of other tokens are
+        set. The first time alone counts differences."""
+        now, later = (self.replayed, self.differences, self.router.replay), (self.replayed, None, replayed)
+        runs = iter((now, later))
+
+        def run(hidden: Tensor) -> Tensor:
+            self.replayed, self.differences, self.router.replay = next(runs)
+            return self._computed(hidden)
+
+        return run
+
+    def _computed(self, hidden: Tensor) -> Tensor:
         if self.ep_group is not None:
-            return self._computed_elsewhere(hidden, self.ep_group), None
+            return self._computed_elsewhere(hidden, self.ep_group)
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
@@ -233,8 +261,9 @@ class MixtureOfExperts(MegatronModule):
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
         output = self.experts(tokens, shares, experts)
         if self._has_shared:
-            output = output + self.shared_experts(tokens, self.group)
-        return self._summed(output.unflatten(0, hidden.shape[:2])), None
+            shared = partial(self.shared_experts, group=self.group)
+            output = output + (again(shared, tokens) if self._shared_again else shared(tokens))
+        return self._summed(output.unflatten(0, hidden.shape[:2]))
 
     @property
     def _has_shared(self) -> bool:
@@ -268,8 +297,14 @@ class MixtureOfExperts(MegatronModule):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: the expert's shares lie on the tensor-parallel ranks."""
+        output = again(self._own_shared, hidden) if self._shared_again else self._own_shared(hidden)
+        return self._summed(output.unflatten(0, (-1, *hidden.shape[1:2])))
+
+    def _own_shared(self, hidden: Tensor) -> Tensor:
+        """(t, hidden): this rank's summand, of the tokens of all tensor-parallel ranks."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
-        return self._summed(self.shared_experts(hidden.flatten(0, 1), self.group).unflatten(0, hidden.shape[:2]))
+        output: Tensor = self.shared_experts(hidden.flatten(0, 1), self.group)
+        return output
