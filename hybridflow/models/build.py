@@ -38,7 +38,7 @@ from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
-from hybridflow.models.recomputation import needs_gradients_of_inputs
+from hybridflow.models.recomputation import compute_again, needs_gradients_of_inputs, runs_again
 from hybridflow.models.routing import routing_of, take_engines_experts
 from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.parallel.device import current_device
@@ -80,9 +80,12 @@ class PackedModel(LanguageModule):
         self.adapters: AdapterChoice | None = None  # `build_model` adds them
         self.routing_counts: Tensor | None = None  # of `models.routing.RoutingMismatch`, while somebody counts
         for index, layer in enumerate(self._checked_layers()):
-            if isinstance(layer.mlp, MixtureOfExperts):
+            layer.recompute_mlp = False
+            if not isinstance(layer.mlp, MixtureOfExperts):
+                if runs_again(config, "mlp"):
+                    compute_again(layer.mlp)
+            else:
                 take_engines_experts(layer, index)
-                layer.recompute_mlp = False  # `mlp` is a dense one: for megatron this is no layer of experts
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
                 layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)

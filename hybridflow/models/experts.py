@@ -168,7 +168,8 @@ class Experts(nn.Module):
         if self._holds_all:
             by_token: Tensor = outputs[order.argsort()]
         else:
-            by_token = outputs.new_zeros(experts.numel(), outputs.shape[1]).index_copy(0, order, outputs)
+            nothing = outputs.new_zeros(experts.numel(), outputs.shape[1])
+            by_token = nothing.index_put((order,), outputs)  # index_copy would keep the outputs for its gradient
         summands: Tensor = by_token.unflatten(0, experts.shape)
         return summands.sum(1)
 

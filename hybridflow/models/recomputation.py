@@ -1,20 +1,21 @@
 """Parts of a layer that the backward pass computes again, and megatron-core's arguments for it.
 
-Whole layers, core attention, norms and dense MLPs are megatron's to compute again, but for core attention of our own
-mixers. Of a mixture of experts, which is our own, all is here:
+megatron computes whole layers, norms and core attention again, but for core attention of our own mixers. What is behind
+them is here:
 
+    mlp             a dense MLP; kept is what it reads
     moe             router, way of the tokens, experts; kept is what the mixture reads
     moe_act         the activation times the shares: kept is what the first matrix gives
     shared_experts  the expert of every token: kept is what it reads
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.config.recompute import OF_MIXTURE, Recompute, modules_of
 from hybridflow.parallel.dropped_output import DroppedOutput
@@ -23,17 +24,17 @@ Function = Callable[..., Tensor]
 
 
 def megatron_arguments(recompute: Recompute) -> dict[str, Any]:
-    """Of TransformerConfig. megatron checks modules of a mixture against its own kind: see `add_own_modules`."""
+    """Of TransformerConfig, which checks modules of a mixture against megatron's own kind: see `add_own_modules`."""
     if recompute == "none":
         return {}
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    theirs = modules_of(recompute) - {"moe", *OF_MIXTURE}
+    theirs = modules_of(recompute) & {"core_attn", "layernorm"}
     return {"recompute_granularity": "selective", "recompute_modules": sorted(theirs)}
 
 
 def add_own_modules(config: TransformerConfig, recompute: Recompute) -> None:
-    """Name the modules of our mixtures, too, after megatron's checks."""
+    """Name what we compute again, too, after megatron's checks."""
     if config.recompute_granularity == "selective":
         config.recompute_modules = sorted(modules_of(recompute))
 
@@ -59,6 +60,24 @@ def again(function: Function, *inputs: Tensor) -> Tensor:
         return function(*inputs)
     found: Tensor = checkpoint(function, False, *inputs)
     return found
+
+
+def compute_again(mlp: nn.Module) -> None:
+    """Let a dense MLP run again. megatron's way takes the bias, which an MLP gives beside its output, for a result that
+    has been computed: the backward pass of 0.16.1 then has no end."""
+    forward = mlp.forward
+
+    def twice(hidden: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        biases: list[Tensor | None] = []
+
+        def output(hidden: Tensor) -> Tensor:
+            found, bias = forward(hidden, **kwargs)
+            biases.append(bias)
+            return cast(Tensor, found)
+
+        return again(output, hidden), biases[0]
+
+    mlp.forward = twice
 
 
 def read_and_dropped(read: Function, function: Function, *inputs: Tensor) -> Tensor:

@@ -177,9 +177,9 @@ def layer_bytes(
     else:
         mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
         own = mixing(spec, recompute=of_attention, itemsize=itemsize) / tp
-    how = {"cut": cut, "sequence_parallel": sequence_parallel, "again": again, "itemsize": itemsize}
-    adapters = 2 * itemsize * adapter_columns(spec, kind, again)
-    return norm_bytes(spec, kind, **how) + mlp_bytes(spec, kind, **how) + adapters + own
+    norms = norm_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
+    mlp = mlp_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
+    return norms + mlp + 2 * itemsize * adapter_columns(spec, kind, again) + own
 
 
 def attention_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> float:
@@ -232,13 +232,14 @@ def again_bytes(
 
     What attention makes again is not counted.
     """
-    how = {"cut": cut, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
     if recompute == "full":
-        return layer_bytes(spec, kind, recompute="none", **how)
-    again, nothing = modules_of(recompute), frozenset[str]()
-    dropped = mlp_bytes(spec, kind, again=nothing, **how) - mlp_bytes(spec, kind, again=again, **how)
-    normed = norm_bytes(spec, kind, again=again - {"layernorm"}, **how) - norm_bytes(spec, kind, again=again, **how)
-    return dropped + normed / 2  # one norm at a time
+        whole = partial(layer_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+        return whole(recompute="none")
+    mlp = partial(mlp_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    norms = partial(norm_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    again = modules_of(recompute)
+    dropped = norms(again=again - {"layernorm"}) - norms(again=again)
+    return mlp(again=frozenset()) - mlp(again=again) + dropped / 2  # one norm at a time
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
