@@ -181,7 +181,7 @@ class TrainedRoleConfig(RoleConfig):
     """The optimizer, and the schedule of the learning rate."""
     recompute: RecomputeKey = "none"
     """Activations that the backward pass computes again: none, those of attention (selective), all (full), or those of
-    a list of modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
+    modules. A list names the modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
     offload_optimizer: bool = False
     """Whether optimizer state lies in host memory during generation."""
     offload_gradients: bool = False
