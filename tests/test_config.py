@@ -226,7 +226,6 @@ def test_every_problem_is_told_at_once(config_file) -> None:
         ("actor.optimizer.lr", float("nan"), "finite"),
         ("actor.optimizer.lr", float("inf"), "finite"),
         ("actor.optimizer.schedule", "cosin", "'constant', 'linear' or 'cosine'"),
-        ("actor.recompute", True, "'none', 'selective' or 'full'"),
         ("algorithm.gamma", 1.5, "less than or equal to 1"),
         ("algorithm.policy.clip_range", 0, "greater than 0"),
         ("algorithm.policy.dual_clip", 1.0, "greater than 1"),
@@ -241,6 +240,28 @@ def test_a_value_out_of_range_is_named_with_its_rule(config_file, key: str, valu
     (line,) = problem(path).splitlines()
     assert line.startswith(f"{path}: {key} = {value!r}: ")
     assert rule in line
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        (True, "True is none of these: none, selective, full, or a list of core_attn, layernorm, mlp, moe, moe_act"),
+        ("some", "'some' is none of these: none, selective, full, or a list of core_attn"),
+        ("moe_act", "'moe_act' is the name of a module: recompute takes none, selective, full, or a list of"),
+        ([], "[] names no module: give some of core_attn, layernorm"),
+        (["core_attn", "attn"], "['core_attn', 'attn']: 'attn' is none of the modules core_attn, layernorm"),
+        (["mlp", "core_attn", "mlp"], "['mlp', 'core_attn', 'mlp']: mlp stands in it more than once"),
+    ],
+)
+def test_what_is_computed_again_is_an_amount_or_a_list_of_modules(config_file, value: Any, rule: str) -> None:
+    assert f"actor.recompute: {rule}" in problem(config_file({"actor.recompute": value}))
+
+
+def test_the_order_of_modules_does_not_matter(config_file) -> None:
+    for given in ("[moe_act, core_attn, layernorm]", "[layernorm,core_attn,moe_act]"):
+        config = ExperimentConfig.from_yaml(config_file({}), [f"actor.recompute={given}"])
+        assert config.actor.recompute == ("core_attn", "layernorm", "moe_act")
+        assert config.model_dump(mode="json")["actor"]["recompute"] == ["core_attn", "layernorm", "moe_act"]
 
 
 @pytest.mark.parametrize("function", ["exact_match", "a.b", "a.b:", ":f", "a-b:f", "a.b:c.d"])

@@ -106,9 +106,12 @@ def test_a_cache_that_fits_is_told_to_a_hundredth(plan, last_line) -> None:
 BIG = ("--memory-gib", "80", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=65536")
 
 
-def test_each_change_that_is_told_is_enough(plan) -> None:
+def test_each_change_that_is_told_is_enough(plan, last_line) -> None:
     found = plan(*BIG, status=3)["verdict"]["help"]
-    assert found["alone"] == {"actor.micro_batch_tokens": 2048, "actor.recompute": "full"}
+    modules = ["core_attn", "layernorm", "mlp"]
+    assert found["alone"] == {"actor.micro_batch_tokens": 2048, "actor.recompute": modules}
+    assert "actor.recompute=[core_attn,layernorm,mlp]" in last_line(*BIG, status=3)
+    plan(*BIG, "actor.recompute=selective", status=3)
     for key, value in found["alone"].items():
         plan(*BIG, f"{key}={value}", status=0)
 

@@ -10,6 +10,7 @@ import pytest
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.cli.plan import main
+from hybridflow.config.fixed_data import load_config
 from hybridflow.examples.tiny.models import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,8 +84,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]):
-    def run(name: str) -> dict[str, Any]:
-        assert main([f"configs/{name}.yaml", "--json"]) == 0, capsys.readouterr().err
+    def run(name: str, *options: str) -> dict[str, Any]:
+        assert main([f"configs/{name}.yaml", "--json", *options]) == 0, capsys.readouterr().err
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -106,7 +107,7 @@ def test_every_shipped_config_plans(plan, path: Path) -> None:
 
 REAL = (
     *("llama3_8b_8gpus", "qwen2_72b_64gpus", "qwen2_72b_256gpus", "qwen2_72b_1024gpus"),
-    *("qwen3_30b_a3b_8gpus", "qwen3_235b_a22b_64gpus", "glm_45_air_32gpus"),
+    *("qwen3_235b_a22b_64gpus", "glm_45_air_32gpus"),
     *("qwen3_8b_one_step_off_8gpus", "qwen3_8b_one_step_off_32gpus"),
 )
 
@@ -118,6 +119,21 @@ def test_real_models_fit_80_gb(plan, name: str) -> None:
     for moment in ("training", "generation"):
         assert memory[moment]["worst_rank"]["total"] + SPARE_BYTES <= GPU_BYTES, moment
     assert memory["generation"]["worst_rank"]["total"] + extra + SPARE_BYTES <= GPU_BYTES, "on the way to the engine"
+
+
+def test_a_mixture_of_30b_trains_on_8_gpus_of_80_gib_without_full_recomputation(capsys, plan) -> None:
+    """On sequences of 4096 tokens, two in a micro-batch. 65 of 76 GiB are always there: not all of the layers fit."""
+    name = "configs/qwen3_30b_a3b_8gpus.yaml"
+    config = load_config(name)
+    assert (config.max_sequence_length, config.actor.micro_batch_tokens) == (4096, 8192)
+    assert config.actor.recompute == ("core_attn", "layernorm", "moe_act")
+    plan("qwen3_30b_a3b_8gpus", "--memory-gib", "80")
+    for changes, status in (("actor.recompute=none", 3), ("actor.recompute=full", 0)):
+        assert main([name, "--json", "--memory-gib", "80", changes]) == status
+        capsys.readouterr()
+    extra = plan("qwen3_30b_a3b_8gpus")["reshard"]["peak_extra_bytes"]["max"]
+    generation = plan("qwen3_30b_a3b_8gpus")["memory"]["generation"]["worst_rank"]["total"]
+    assert generation + extra + SPARE_BYTES <= GPU_BYTES, "on the way to the engine"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

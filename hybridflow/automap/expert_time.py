@@ -77,8 +77,13 @@ class ExpertWork:
         """A token's, forward: rows on their way to their experts and back, activations, the router's shares."""
         spec, itemsize = self.spec, self.device.itemsize(self.dtype)
         passes = PASSES_WITHIN + (PASSES_OF_SENDERS if self.ep_ranks > 1 else 0)
-        width = (5 if spec.traits.gated else 2) * spec.ffn_hidden_size / self.cut.expert_tp
-        return itemsize * self.copies * (passes * spec.hidden_size + width) + ROUTER_BYTES * spec.num_experts
+        rows = itemsize * self.copies * passes * spec.hidden_size
+        return rows + self.activation_bytes() + ROUTER_BYTES * spec.num_experts
+
+    def activation_bytes(self) -> float:
+        """Of `elementwise_bytes`, those of activations."""
+        width = (5 if self.spec.traits.gated else 2) * self.spec.ffn_hidden_size / self.cut.expert_tp
+        return self.device.itemsize(self.dtype) * self.copies * width
 
     @property
     def runs(self) -> float:

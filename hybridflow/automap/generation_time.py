@@ -14,7 +14,8 @@ from math import ceil
 from hybridflow.architecture.flops import mixer_shares
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
-from hybridflow.automap.role_time import Model, Pass
+from hybridflow.automap.mean_rows import Pass
+from hybridflow.automap.role_time import Model
 from hybridflow.parallel.layout import Cut
 from hybridflow.placement.cache_blocks import state_bytes, token_bytes
 

@@ -22,7 +22,8 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_options import EngineOption, EngineOptions
-from hybridflow.automap.role_time import MeanRows, Model
+from hybridflow.automap.mean_rows import MeanRows
+from hybridflow.automap.role_time import Model
 from hybridflow.automap.sizes import (
     at_once,
     deals_experts,
@@ -49,6 +50,7 @@ from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
 from hybridflow.placement.overlapped_scoring import asks_for
 from hybridflow.placement.placed import PlacedModel, head_of
+from hybridflow.placement.recomputation import steps
 
 GIB = 1 << 30
 ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
@@ -278,7 +280,7 @@ class Options:
         }
         if isinstance(given, TrainedRoleConfig):
             choices |= {
-                "recompute": ("none", "selective", "full"),
+                "recompute": steps(self.specs[name]),
                 "offload_optimizer": (False, True) if self._offloads else (False,),
                 "offload_gradients": (False, True) if self._offloads else (False,),
             }

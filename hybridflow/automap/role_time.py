@@ -21,85 +21,17 @@ from hybridflow.architecture.flops import mean_mixing_flops, mixer_products, mix
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
+from hybridflow.automap.mean_rows import MeanRows, Pass, passes
 from hybridflow.automap.step_time import hosts_of, layers_of_stages, reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
-from hybridflow.models.prompt_groups import SAVED_TO_PAY
+from hybridflow.config.recompute import MODULES, OF_MIXTURE, Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import chunks_of_rows
 from hybridflow.placement.footprint import stage_elements
 
 BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
+NORM_PASSES = 8  # over the hidden state, of two norms: it is read three times, and written, by each
 LOGIT_BYTES = 4  # log-probs of logits are computed in float32
-
-
-@dataclass(frozen=True)
-class MeanRows:
-    """Sequences that a replica runs in one go, by their means.
-
-    samples: rows that share a prompt. whole: outputs are one a sequence, so that the last token is run, too.
-    """
-
-    number: float
-    prompt: float  # tokens
-    response: float
-    samples: int = 1
-    whole: bool = False
-
-    @property
-    def shared(self) -> float:
-        """Tokens of a prompt that are run once for all rows, as `models.prompt_groups` has it; 0: none."""
-        saved = (self.samples - 1) * (self.prompt - 1)
-        return self.prompt - 1 if saved and saved >= SAVED_TO_PAY * self.samples * self.length else 0.0
-
-    @property
-    def length(self) -> float:
-        """Tokens of a row that would be run by itself."""
-        return self.prompt + self.response - (0 if self.whole else 1)
-
-    @property
-    def tokens(self) -> float:
-        """That are run."""
-        return self.number * (self.length - self.shared * (1 - 1 / self.samples))
-
-    @property
-    def outputs(self) -> float:
-        return self.number if self.whole else self.number * self.response
-
-    @property
-    def pairs(self) -> float:
-        """Queries times keys that causal attention looks at."""
-        prompts = self.shared * self.shared / 2 * self.number / self.samples
-        rest = self.length - self.shared
-        return prompts + self.number * (rest * rest / 2 + rest * self.shared)
-
-    def split(self, replicas: int) -> "MeanRows":
-        """The largest share."""
-        return MeanRows(ceil(self.number / replicas), self.prompt, self.response, self.samples, self.whole)
-
-    def micro_batches(self, budget: int) -> int:
-        """Into which a budget of tokens cuts them: as many whole rows, or groups, in each as go in."""
-        if not self.number:
-            return 0
-        of_group = self.tokens / self.number * self.samples if self.shared else self.length
-        groups = self.number / self.samples if self.shared else self.number
-        if of_group > budget:  # groups that are cut
-            return ceil(self.tokens / budget)
-        return ceil(groups / max(1, int(budget / of_group)))
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A micro-batch on a rank: what the products see."""
-
-    tokens: float
-    outputs: float
-    pairs: float
-
-
-def passes(rows: MeanRows, budget: int) -> tuple[int, Pass]:
-    """How many micro-batches, and the mean one."""
-    count = rows.micro_batches(budget)
-    return count, Pass(rows.tokens / max(count, 1), rows.outputs / max(count, 1), rows.pairs / max(count, 1))
 
 
 @dataclass(frozen=True)
@@ -125,11 +57,11 @@ class Model:
         work = total((self.products(mb.tokens), *self._besides(mb, 1.0, backward=False)))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
-    def backward_layer(self, mb: Pass, recompute: str) -> Cost:
+    def backward_layer(self, mb: Pass, recompute: Recompute) -> Cost:
         """The gradients of a layer: two products for each of forward; what is not kept runs again."""
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
-    def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
+    def _backward_layer(self, mb: Pass, recompute: Recompute) -> Cost:
         backward = [self._product(mb.tokens, n, k) for k, n in self.matrices]
         if self.spec.lora is None:  # else the gradients of weights are left out
             backward += [self._product(n, mb.tokens, k) for k, n in self.matrices]
@@ -137,10 +69,41 @@ class Model:
             backward.append(self._adapters(mb.tokens).times(2))
         experts = self.experts.products(mb.tokens, backward=True) if self.experts else Cost()
         parts = [*backward, experts, *self._besides(mb, 2.0, backward=True)]
-        if recompute == "selective":
-            parts.append(self._attention(mb, backward=False))
+        if recompute != "full":
+            modules = modules_of(recompute)
+            within = OF_MIXTURE if "moe" in modules else ()
+            parts += [self._again(mb, module) for module in MODULES if module in modules and module not in within]
         work = self.device.launched(total(parts), self.device.profile.overheads.layer_backward, busy=self.tp)
         return work + self.forward_layer(mb) if recompute == "full" else work
+
+    def _again(self, mb: Pass, module: str) -> Cost:
+        """A module forward once more. Where there are experts, no layer is taken as dense."""
+        spec, experts = self.spec, self.experts
+        if module == "core_attn":
+            return self._attention(mb, backward=False)
+        if module == "layernorm":
+            sp = self.tp if self.sequence_parallel else 1
+            return self._passes(mb, NORM_PASSES * self.device.itemsize(self.dtype) * spec.hidden_size / sp)
+        if experts is None:
+            return self._mlp_again(mb, spec.ffn_hidden_size) + self._mlp_messages(mb) if module == "mlp" else Cost()
+        if module == "moe_act":
+            return self._passes(mb, experts.activation_bytes())
+        shared = self._mlp_again(mb, spec.shared_ffn_hidden_size)
+        if module == "moe":
+            router = self._product(mb.tokens, spec.hidden_size, spec.num_experts)
+            own = (router, experts.products(mb.tokens), self._passes(mb, experts.elementwise_bytes()))
+            return total((*own, shared, self._mlp_messages(mb)))
+        return shared if module == "shared_experts" else Cost()
+
+    def _mlp_again(self, mb: Pass, size: float) -> Cost:
+        """Products of a dense MLP, and its activation."""
+        products = [self._product(mb.tokens, k, n) for k, n in self._mlp(size / self.tp)]
+        width = (5 if self.spec.traits.gated else 2) * size / self.tp
+        return total((*products, self._passes(mb, self.device.itemsize(self.dtype) * width)))
+
+    def _passes(self, mb: Pass, size: float) -> Cost:
+        """Over so many bytes of each token, forward."""
+        return self.device.elementwise(mb.tokens * size, busy=self.tp)
 
     @cached_property
     def _key(self) -> tuple[Hashable, ...]:
@@ -225,8 +188,8 @@ class Model:
         ]
 
     def elementwise_bytes(self) -> float:
-        """A token's, forward: two norms (8 h: x three times read, written once each), two residual sums (6 h), rotary
-        (4 (q + k): both read and written, twice), SwiGLU (5 f, or 2 f without a gate); b bytes each."""
+        """A token's, forward: two norms (8 h), two residual sums (6 h), rotary (4 (q + k): both read and written,
+        twice), SwiGLU (5 f, or 2 f without a gate); b bytes each."""
         spec, b = self.spec, self.device.itemsize(self.dtype)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sp = self.tp if self.sequence_parallel else 1
@@ -242,12 +205,15 @@ class Model:
         """Two all-reduces of the activations each way; with sequence parallelism each is a reduce-scatter and an
         all-gather, and backward the inputs of both column-parallel products are gathered again. Tokens that are sent to
         their experts go there and back, in place of the second."""
-        own = self._within_replica(mb, backward=backward)
+        return self._within_replica(mb, backward=backward).times(0.5) + self._mlp_messages(mb, backward=backward)
+
+    def _mlp_messages(self, mb: Pass, *, backward: bool = False) -> Cost:
+        """The second: of an MLP or a mixture."""
+        own = self._within_replica(mb, backward=backward).times(0.5)
         if self.experts is None or self.experts.ep_ranks == 1:
             return own
-        replaced = 1.0 if self.spec.shared_ffn_hidden_size else 0.5
         tokens = mb.tokens / (self.tp if self.sequence_parallel else 1)
-        return own.times(replaced) + self.experts.messages(tokens)
+        return self.experts.messages(tokens) + (own if self.spec.shared_ffn_hidden_size else Cost())
 
     def _within_replica(self, mb: Pass, *, backward: bool) -> Cost:
         if self.tp == 1:

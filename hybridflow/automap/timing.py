@@ -16,7 +16,8 @@ from typing import Self
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.generation_time import Responses, generation_cost
-from hybridflow.automap.role_time import MeanRows, forward_cost, update_cost
+from hybridflow.automap.mean_rows import MeanRows
+from hybridflow.automap.role_time import forward_cost, update_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig

@@ -73,6 +73,8 @@ def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | 
 
 def _word(change: Change) -> str:
     key, value = change
+    if isinstance(value, tuple):  # of names
+        return f"{key}=[{','.join(value)}]"
     return f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
 

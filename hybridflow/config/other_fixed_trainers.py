@@ -104,7 +104,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "freeze_trainable_layers freeze_trainable_modules create_new_adapter quantization_bit quantization_method",
         "there is none here: adapters of actor.lora are trained, or all weights, in actor.dtype",
     ),
-    ("actor.recompute", "disable_gradient_checkpointing", "none, selective or full"),
+    ("actor.recompute", "disable_gradient_checkpointing", "none, selective or full, or a list of modules"),
     ("", "flash_attn attn_implementation use_liger_kernel enable_liger_kernel", "there is none here: the device says"),
     ("", "do_train do_eval do_predict plot_loss logging_steps overwrite_output_dir", "there is none here"),
     ("", "eos_token pad_token", "there is none here: they are those of the model's tokenizer"),

@@ -285,7 +285,12 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "ROLE.recompute",
         "enable_gradient_checkpointing gradient_checkpointing gradient_checkpointing_enable activation_checkpointing "
         "recompute_granularity enable_recompute",
-        "none, selective or full",
+        "none, selective or full, or a list of modules",
+    ),
+    (
+        "ROLE.recompute",
+        "recompute_modules moe_layer_recompute",
+        "a list of core_attn, layernorm, mlp, moe, moe_act, shared_experts",
     ),
     # ---- adapters
     ("ROLE.lora", "lora lora_cfg dtensor_cfg.lora_cfg peft peft_config use_peft", "a section; null trains all weights"),
@@ -429,7 +434,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "override_ddp_config override_mcore_model_config override_model_config "
-        "override_optimizer_config recompute_method recompute_num_layers recompute_modules "
+        "override_optimizer_config recompute_method recompute_num_layers "
         "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "

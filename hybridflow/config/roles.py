@@ -17,6 +17,7 @@ from pydantic import (
 from hybridflow.config.hub import cached_directory
 from hybridflow.config.lora import LoraConfig
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
+from hybridflow.config.recompute import RecomputeKey
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
 from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments
@@ -198,8 +199,9 @@ class RoleConfig(LayoutConfig):
 class TrainedRoleConfig(RoleConfig):
     optimizer: OptimizerConfig
     """The optimizer, and the schedule of the learning rate."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again: none, those of attention (selective), or all (full)."""
+    recompute: RecomputeKey = "none"
+    """Activations that the backward pass computes again: none, those of attention (selective), all (full), or those of
+    modules. A list names the modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
     offload_optimizer: bool = False
     """Whether optimizer state lies in host memory during generation."""
     offload_gradients: bool = False

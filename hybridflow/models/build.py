@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from hybridflow.architecture.rope import Rotary
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.config.recompute import Recompute
 from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
@@ -38,6 +39,7 @@ from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
+from hybridflow.models.recomputation import compute_again, needs_gradients_of_inputs, runs_again
 from hybridflow.models.routing import RoutingCounts, follow_routing, routing_of
 from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.models.token_dispatchers import token_dispatcher
@@ -80,7 +82,11 @@ class PackedModel(LanguageModule):
         self.adapters: AdapterChoice | None = None  # `build_model` adds them
         self.routing_counts: RoutingCounts | None = None  # while somebody counts
         for index, layer in enumerate(self._checked_layers()):
-            if isinstance(layer.mlp, MixtureOfExperts):
+            layer.recompute_mlp = False
+            if not isinstance(layer.mlp, MixtureOfExperts):
+                if runs_again(config, "mlp"):
+                    compute_again(layer.mlp)
+            else:
                 follow_routing(layer, index)
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
@@ -136,8 +142,8 @@ class PackedModel(LanguageModule):
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
             embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
-            if self.adapters is not None and self.config.recompute_granularity == "full":
-                embedded.requires_grad_()  # megatron runs layers again only for inputs that have a gradient
+            if self.adapters is not None and needs_gradients_of_inputs(self.config):
+                embedded.requires_grad_()
         if self.rotary is not None:
             angles = micro_batch.positions[:, None] * self.rotary.frequencies
             packed = packed.with_rotary(angles, self.config.params_dtype, factor=self.rotary.factor)
@@ -269,7 +275,7 @@ def build_model(
     head: Head,
     dtype: str,
     sequence_parallel: bool,
-    recompute: str,
+    recompute: Recompute,
     device: torch.device,
     head_seed: int | None = None,
     arguments: Mapping[str, Any] | None = None,

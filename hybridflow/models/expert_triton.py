@@ -30,7 +30,7 @@ COLUMNS, WARPS = 1024, 4  # of a block of a row
 
 class KernelsByTriton:
     """See `expert_rows.ExpertKernels`. counts_on_device: rows for all copies, where the caller does not know how many
-    there are; else that number is read back."""
+    there are; else that number is read back, but in passes without gradients."""
 
     def __init__(self, *, counts_on_device: bool = True) -> None:
         self._counts_on_device = counts_on_device
@@ -50,7 +50,7 @@ class KernelsByTriton:
         if copies:
             places_kernel[(blocks,)](numbers, through - counts, positions, order, **options)
         ends = through[:, -1].contiguous()
-        if num_rows is None and not self._counts_on_device:
+        if num_rows is None and not self._counts_on_device and torch.is_grad_enabled():
             num_rows = int(ends[-1])
         return ExpertOrder(ends, order[:num_rows], positions, (experts.shape[0], experts.shape[1]))
 

@@ -12,6 +12,9 @@ The experts of a layer are one parameter, as in vLLM, so that the engine can rea
 layer has one a expert, and with tensor parallelism asks for sequence parallelism.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -31,6 +34,7 @@ from hybridflow.models.expert_dispatch import Arrived, TokenDispatcher
 from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.expert_rows import ExpertKernels, rows_of, sums_of
 from hybridflow.models.layers import Function
+from hybridflow.models.recomputation import again, read_and_dropped, runs_again
 from hybridflow.models.routing import Replay, RoutingMismatch, replayed
 from hybridflow.parallel.layout import Place
 
@@ -43,6 +47,7 @@ class Router(nn.Module):
         self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
         self.groups = ExpertGroups()
         self.replay: Replay = replayed  # of the router's choice and the engine's
+        self.count: Callable[[Tensor], None] | None = None  # of the experts that are chosen
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
@@ -143,7 +148,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig, kernels: ExpertKernels, place: Place) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._drops_activation = kernels, runs_again(config, "moe_act")
         size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
         self.num_held = not_none(config.num_moe_experts) // place.ep
         self.linear_fc1 = ExpertLinear(self.num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
@@ -156,8 +161,12 @@ class Experts(nn.Module):
         kept by nobody, and are in the tokens' dtype.
         """
         kernels, order = self._kernels, self._kernels.order(arrived.experts, self.num_held, arrived.num_copies)
-        hidden = self.linear_fc1(rows_of(arrived.tokens, order, kernels), order.ends)
-        outputs = self.linear_fc2(kernels.activated(hidden, arrived.shares, order), order.ends)
+        gate_up = self.linear_fc1(rows_of(arrived.tokens, order, kernels), order.ends)
+        read, activated = partial(self.linear_fc2, ends=order.ends), partial(kernels.activated, order=order)
+        if self._drops_activation:
+            outputs = read_and_dropped(read, activated, gate_up, arrived.shares)
+        else:
+            outputs = read(activated(gate_up, arrived.shares))
         return sums_of(outputs, order, kernels)
 
 
@@ -194,20 +203,38 @@ class MixtureOfExperts(MegatronModule):
         if shared_size:
             self.shared_experts = SharedExpert(config, shared_size, swiglu, gated=gated)
         self.group: dist.ProcessGroup | None = None
+        self._again, self._shared_again = runs_again(config, "moe"), runs_again(config, "shared_experts")
         self.replayed: Tensor | None = None
         self.differences: RoutingMismatch | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        return again(self._routed_as_now(), hidden) if self._again else self._computed(hidden), None
+
+    def _routed_as_now(self) -> Callable[[Tensor], Tensor]:
+        """The mixture with the experts that it is to take now: when it is computed again, others of other tokens are
+        set. The first time alone counts differences and loads."""
+        router = self.router
+        now = self.replayed, self.differences, router.replay, router.count
+        runs = iter((now, (self.replayed, None, replayed, None)))
+
+        def run(hidden: Tensor) -> Tensor:
+            self.replayed, self.differences, router.replay, router.count = next(runs)
+            return self._computed(hidden)
+
+        return run
+
+    def _computed(self, hidden: Tensor) -> Tensor:
         tokens = self.dispatcher.tokens(hidden)
         sent = self.dispatcher.dispatch(tokens, *self.router(tokens, self._own_replayed(len(tokens))))
         if not self._has_shared:
-            return sent.back(self.experts(sent.arrived())).view(hidden.shape), None
-        if not self.dispatcher.sends:
-            arrived = sent.arrived()
-            output = self.experts(arrived) + self.shared_experts(arrived.tokens, self.group)
-            return sent.back(output).view(hidden.shape), None
-        beside = self._shared(hidden)  # while tokens travel
-        return sent.back(self.experts(sent.arrived())).view(hidden.shape) + beside, None
+            return sent.back(self.experts(sent.arrived())).view(hidden.shape)
+        if self.dispatcher.sends:
+            beside = self._shared(hidden)  # while tokens travel
+            return sent.back(self.experts(sent.arrived())).view(hidden.shape) + beside
+        arrived, shared = sent.arrived(), partial(self.shared_experts, group=self.group)
+        output = self.experts(arrived)
+        output = output + (again(shared, arrived.tokens) if self._shared_again else shared(arrived.tokens))
+        return sent.back(output).view(hidden.shape)
 
     @property
     def _has_shared(self) -> bool:
@@ -224,13 +251,19 @@ class MixtureOfExperts(MegatronModule):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: the expert's shares lie on the tensor-parallel ranks."""
-        if self.config.sequence_parallel:
-            tokens = gather_from_sequence_parallel_region(hidden, group=self.group)
-        else:
-            tokens = copy_to_tensor_model_parallel_region(hidden, group=self.group)
-        output = self.shared_experts(tokens.flatten(0, 1), self.group).unflatten(0, tokens.shape[:2])
+        output = again(self._own_shared, hidden) if self._shared_again else self._own_shared(hidden)
         sum_up = reduce_scatter_to_sequence_parallel_region if self.config.sequence_parallel else _reduce
-        return sum_up(output, group=self.group)
+        summed: Tensor = sum_up(output.unflatten(0, (-1, *hidden.shape[1:2])), group=self.group)
+        return summed
+
+    def _own_shared(self, hidden: Tensor) -> Tensor:
+        """(t, hidden): this rank's summand, of the tokens of all tensor-parallel ranks."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        output: Tensor = self.shared_experts(hidden.flatten(0, 1), self.group)
+        return output
 
 
 def _reduce(output: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import LayerKind, Mixer
 from hybridflow.architecture.spec import ModelSpec
+from hybridflow.config.recompute import Recompute
 from hybridflow.models.attention import AttentionFunctions, GroupedSelfAttention, PackedAttention
 from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.experts import MixtureOfExperts, NarrowSigmoidRouter, Router, SigmoidRouter
@@ -42,6 +43,7 @@ from hybridflow.models.layer_classes import (
 from hybridflow.models.layers import GeGLU, LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
 from hybridflow.models.norms_behind import NormsBehindLayer
 from hybridflow.models.opt import PostNormLayer
+from hybridflow.models.recomputation import add_own_modules, megatron_arguments, runs_again
 from hybridflow.models.wide_norm import WideHeadNorm
 from hybridflow.models.window_attention import UnturnedAttention, WindowAttention
 from hybridflow.parallel.grid import Grid
@@ -54,11 +56,6 @@ CORE_ATTENTION: dict[Mixer, type[PackedAttention]] = {
     "window": WindowAttention,
     "unturned": UnturnedAttention,
 }
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def transformer_config(
@@ -67,7 +64,7 @@ def transformer_config(
     *,
     dtype: str,
     sequence_parallel: bool,
-    recompute: str,
+    recompute: Recompute,
     arguments: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """arguments: of megatron's that a config gives, in place of ours."""
@@ -112,12 +109,14 @@ def transformer_config(
         deallocate_pipeline_outputs=True,  # what a stage has sent on it need not keep
         variable_seq_lengths=grid.pp > 1,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
-        **RECOMPUTE[recompute],
+        **megatron_arguments(recompute),
     )
     theirs = dict(arguments or {})
     if "attention_backend" in theirs:
         theirs["attention_backend"] = AttnBackend[theirs["attention_backend"]]
-    return TransformerConfig(**{**ours, **theirs})
+    config = TransformerConfig(**{**ours, **theirs})
+    add_own_modules(config, recompute)
+    return config
 
 
 def _activation(traits: Family) -> Callable[..., Tensor]:
@@ -167,7 +166,7 @@ def _layer_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts if kind.mlp == "experts" else None, qk_layernorm=config.qk_layernorm
         )
-        if spec.lora is not None:
+        if spec.lora is not None or runs_again(config, "layernorm"):
             _take_norms_out(layer, norm, has_mlp=kind.mlp == "dense")
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
@@ -184,7 +183,7 @@ def _layer_spec(
     if kind.mlp == "experts":
         sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
         router = sigmoid if traits.sigmoid_router else Router
-        kernels = expert_kernels(kept=not _runs_experts_again(config))
+        kernels = expert_kernels(kept=not (config.recompute_granularity == "full" or runs_again(config, "moe")))
         kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
         made_of = {"swiglu": classes.swiglu.function, "kernels": kernels, "place": place}
         parts.mlp = ModuleSpec(MixtureOfExperts, params={**made_of, **kind_of})
@@ -215,11 +214,6 @@ def _layer_spec(
     return layer
 
 
-def _runs_experts_again(config: TransformerConfig) -> bool:
-    """In the backward pass."""
-    return config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())
-
-
 def _activation_class(traits: Family) -> type[nn.Module]:
     if traits.gelu:
         return GeGLU
@@ -247,7 +241,8 @@ def _attention_functions(
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:
-    """Of Transformer Engine's linear layers: adapters read what a norm gives, which such a layer keeps to itself."""
+    """Of Transformer Engine's linear layers, which keep what a norm gives to themselves: adapters read it, and what is
+    computed again is dropped."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear
 
     parts = _submodules(layer, TransformerLayerSubmodules)

@@ -10,6 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hybridflow.models.recomputation import runs_again
+
 LinearClass = Callable[..., Any]  # megatron's column- or row-parallel layer, or Transformer Engine's
 
 
@@ -46,8 +48,7 @@ class Mixer(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        modules = config.recompute_modules or ()
-        self._again = config.recompute_granularity == "selective" and "core_attn" in modules
+        self._again = runs_again(config, "core_attn")
 
     def computed(self, core: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """core(*inputs), again in the backward pass where the config says so of core attention."""

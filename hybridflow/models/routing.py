@@ -247,5 +247,4 @@ def count_load(router: Any, arguments: object, output: tuple[Tensor, Tensor]) ->
 def follow_routing(layer: Any, index: int) -> None:
     """Let a layer with a mixture of experts replay and count. See `hand_over` and `count_load`."""
     layer.register_forward_pre_hook(partial(hand_over, index), with_kwargs=True)
-    layer.mlp.router.count = None
     layer.mlp.router.register_forward_hook(count_load)

@@ -28,6 +28,7 @@ from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
+from hybridflow.parallel.dropped_output import DroppedOutput
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory, peak_resident_bytes, reset_peak_resident
 from hybridflow.parallel.layout import PlatformName
@@ -316,14 +317,16 @@ def _prepare_megatron(seed: int) -> None:
 
 
 def adapt_megatron() -> None:
-    """Let every megatron module loaded so far run without CUDA. Does nothing where CUDA is; may be called again.
+    """Let every megatron module loaded so far run without CUDA, and norms be computed again; may be called again.
 
     Call it after importing further megatron modules. Errors: EnvironmentProblem where this is another megatron-core
     than the one in which all this was seen to be necessary and enough, on either device.
     """
     import megatron.core
+    from megatron.core import tensor_parallel
 
     check_version("megatron-core", megatron.core.__version__)
+    replace_in(tensor_parallel, CheckpointWithoutOutput=DroppedOutput)  # by which layers compute norms again
     if not uses_cuda():
         overlays.adapt()
 

@@ -8,7 +8,7 @@ an element, t the tokens of a micro-batch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cache, partial, reduce
 from math import ceil, prod
@@ -20,12 +20,15 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, table_of
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
+from hybridflow.config.recompute import Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 from hybridflow.placement.latent import latent_bytes
+from hybridflow.placement.mlp_bytes import mlp_bytes, norm_bytes
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MLP = ".mlp."  # in megatron's names of weights
 CHUNK = 64  # tokens of a chunk of a gated delta net
 CUDA_MARGIN = 4 << 30  # what is not counted on a GPU, taken large
 
@@ -145,7 +148,7 @@ def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: T
 
 
 def layer_bytes(
-    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: str, itemsize: int
+    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: Recompute, itemsize: int
 ) -> float:
     """Bytes a token that a layer keeps for the backward pass.
 
@@ -153,48 +156,43 @@ def layer_bytes(
     without dropout and masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
     GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
 
-        none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
-                   4 h: input and output of both norms, 6 h with the inputs of norms behind; sp = tp with sequence
-                   parallelism, else 1
+        none       b (4 h / sp + (3 q + 3 k + 3 f) / tp) + 4 heads / tp
+                   4 h and 3 f: norms and the MLP, or a mixture of experts: `mlp_bytes`
                    3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
-                   take the place of the first), what attention gives (q); w = 3 f: gate and up, and their product;
-                   4 heads: attention's log-sum-exp in float32
-                   w = 2 f without a gate; with n experts a token w = n (4 f + h etp), of which h is each expert's
-                   input, and the fourth f the product with the token's share; 3 f more of a shared expert. This is
-                   what a rank has where tokens are spread evenly over the experts
-        selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
-        full       b h / sp: the layer runs again from the input
-        adapters   2 b A's outputs more, which column-parallel layers gather, but for full
+                   take the place of the first), what attention gives (q); 4 heads: attention's log-sum-exp in float32
+        core_attn  attention runs again (selective): without the rotated queries and keys, and the log-sum-exp
+        full       b h / sp: the layer runs again from the input. Of other modules: `mlp_bytes`
+        adapters   2 b A's outputs more, which column-parallel layers gather, but for what runs again as a whole
         gates      2 q more of the gate and of what it gives, and the sigmoid in float32, but for full
         delta nets in place of q and k: `delta_net_bytes`; latent attention: `latent.latent_bytes`
     """
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
-    width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind.mlp)
-    if kind.mlp == "experts":
-        width += spec.experts_per_token * (4 * spec.ffn_hidden_size + spec.hidden_size * cut.expert_tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
-    adapters = 2 * adapter_columns(spec, kind)
+    again = modules_of(recompute)
+    of_attention: Recompute = "selective" if "core_attn" in again else "none"
     if kind.mixer == "latent":
-        by_heads, narrow = latent_bytes(spec, recompute=recompute, itemsize=itemsize)
+        by_heads, narrow = latent_bytes(spec, recompute=of_attention, itemsize=itemsize)
         own = by_heads / tp + narrow / sp
     else:
         mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
-        own = mixing(spec, recompute=recompute, itemsize=itemsize) / tp
-    norms = 6 if spec.traits.norms == "around" else 4
-    return itemsize * (norms * spec.hidden_size / sp + width / tp + adapters) + own
+        own = mixing(spec, recompute=of_attention, itemsize=itemsize) / tp
+    norms = norm_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
+    mlp = mlp_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
+    return norms + mlp + 2 * itemsize * adapter_columns(spec, kind, again) + own
 
 
-def attention_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
-    """Bytes a token that attention keeps, of all heads. See `layer_bytes`."""
+def attention_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> float:
+    """Bytes a token that attention keeps, of all heads. See `layer_bytes`. recompute: none or selective."""
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}[recompute]
-    log_sum_exp = 4 * spec.num_heads if recompute == "none" else 0
+    again = recompute == "selective"
+    split = 2 * q + 2 * k if again else 3 * q + 3 * k
+    log_sum_exp = 0 if again else 4 * spec.num_heads
     gates = (2 * itemsize + MAIN_BYTES) * q if spec.traits.output_gate else 0
     return itemsize * split + log_sum_exp + gates
 
 
-def delta_net_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
+def delta_net_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> float:
     """Bytes a token that a gated delta net keeps, of all heads, with kernels that keep what is C tokens a chunk.
 
     With k, v = heads x dimensions of keys and values, n value heads:
@@ -212,16 +210,36 @@ def delta_net_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> float:
 
 
 @cache
-def adapter_columns(spec: ModelSpec, kind: LayerKind) -> int:
-    """What a layer's A give of a token."""
+def adapter_columns(spec: ModelSpec, kind: LayerKind, again: Set[str] = frozenset()) -> int:
+    """What a layer's A give of a token, but for those of an MLP, a mixture or a shared expert that runs again."""
+    whole = "mlp" in again if kind.mlp == "dense" else bool(again & {"moe", "shared_experts"})  # experts have none
     return sum(
-        weight.shapes(spec)[0][0] * len(weight.hf) for weight in layer_weights(spec, kind) if weight.adapter == "a"
+        weight.shapes(spec)[0][0] * len(weight.hf)
+        for weight in layer_weights(spec, kind)
+        if weight.adapter == "a" and not (whole and MLP in weight.megatron)
     )
 
 
 def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:
     """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token."""
     return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind.mlp == "experts" else 0
+
+
+def again_bytes(
+    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: Recompute, itemsize: int
+) -> float:
+    """Bytes a token of what is made again at a time: a whole layer, or an MLP or a mixture with what it reads.
+
+    What attention makes again is not counted.
+    """
+    if recompute == "full":
+        whole = partial(layer_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+        return whole(recompute="none")
+    mlp = partial(mlp_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    norms = partial(norm_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    again = modules_of(recompute)
+    dropped = norms(again=again - {"layernorm"}) - norms(again=again)
+    return mlp(again=frozenset()) - mlp(again=again) + dropped / 2  # one norm at a time
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
@@ -243,12 +261,12 @@ def training_activation_bytes(
     head: Head,
     itemsize: int,
     sequence_parallel: bool,
-    recompute: str,
+    recompute: Recompute,
     tokens: int,
     replica_tokens: int,
 ) -> int:
     """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, and the larger of what comes after them
-    on the last stage and of one layer run again or, but for what it keeps, the first time: outputs are gone by then.
+    on the last stage and of what one layer makes again, and of what passes in it: outputs are gone by then.
 
     After the layers come the last norm's input and output, 2 h / sp, the whole state that sequence-parallel ranks
     gather, h, and `output_bytes`. Of embeddings that are projected, those that the first stage keeps for the matrix's
@@ -259,10 +277,8 @@ def training_activation_bytes(
     kinds = Counter(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
     kept = in_flight * sum(count * one_layer(kind, recompute=recompute) for kind, count in kinds.items())
-    again = tokens * max(
-        passing_bytes(spec, kind, itemsize) + (one_layer(kind, recompute="none") if recompute == "full" else 0)
-        for kind in kinds
-    )
+    made_again = partial(again_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    again = tokens * max(passing_bytes(spec, kind, itemsize) + made_again(kind, recompute=recompute) for kind in kinds)
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens, backward=True) if last else 0

@@ -1,11 +1,12 @@
 """What a layer of latent attention keeps of a token for the backward pass. Pure."""
 
 from hybridflow.architecture.spec import ModelSpec
+from hybridflow.config.recompute import Recompute
 
 LOG_SUM_EXP = 4  # bytes a head
 
 
-def latent_bytes(spec: ModelSpec, *, recompute: str, itemsize: int) -> tuple[float, float]:
+def latent_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> tuple[float, float]:
     """(bytes that tensor-parallel ranks share by heads, bytes that each has of the rank's own tokens).
 
     own        the narrow vectors, and those of queries and of keys with values after their norms

@@ -30,6 +30,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement.adapters import read_lora
 from hybridflow.placement.kv_cache import KVCacheSize, size_kv_cache
+from hybridflow.placement.recomputation import check_recompute
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
 
@@ -275,6 +276,8 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
     reasons.collect(spec.check_expert_shares, key, config.expert_tp)
     reasons.collect(_check_layers, name, config, spec)
+    if isinstance(config, TrainedRoleConfig):
+        reasons.collect(check_recompute, f"{name}.recompute", config.recompute, spec)
 
 
 def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:

@@ -247,13 +247,15 @@ def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> dict[st
     """Bytes a rank receives by the papers' formulas, None where their premise does not hold.
 
     HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
-    the training groups: t_g divides tp, p_g divides pp, on the same ranks. DeepSpeed-Chat (the same table):
+    the training groups: t_g divides tp, p_g divides pp, on the same ranks, of which tp pp have a whole model: experts
+    do not lie over several replicas. DeepSpeed-Chat (the same table):
     (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
     split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
     """
     shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
     same = train.ranks == rollout.ranks
     within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
+    within = within and train.replicas_per_expert_copy == 1
     return {
         "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
         "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,

@@ -6,7 +6,7 @@
 A change is tried: the config that has it is placed again, and the table of memory is asked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
@@ -17,6 +17,7 @@ from hybridflow.errors import UserError
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest, longest_sequence
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.recomputation import further
 
 GIB = 1 << 30
 MOST_TOLD = 3  # changes of which each alone suffices
@@ -55,7 +56,7 @@ def verdict(run: Run, room: int) -> Verdict:
     found = Verdict(fullest(run), room)
     if found.fits:
         return found
-    alone = tuple(change for change in _changes(run, found) if _fits(run, (change,), room))
+    alone = _first_of_each(change for change in _changes(run, found) if _fits(run, (change,), room))
     if alone:
         return replace(found, alone=alone[:MOST_TOLD])
     layouts = [(), *_wider(run, found)]
@@ -65,6 +66,7 @@ def verdict(run: Run, room: int) -> Verdict:
             changes = _in_turn(run, layout, room, world_size=ranks)
             if changes is not None:
                 needed = _needed(run, changes, room, world_size=ranks)
+                needed = _least(run, needed, room, world_size=ranks)
                 return replace(found, together=needed, ranks=ranks if doublings else None)
     return found
 
@@ -96,8 +98,9 @@ def _changes(run: Run, found: Verdict) -> Iterator[Change]:
     for name, role in models.items():
         if role.micro_batch_tokens > longest:
             yield f"{name}.micro_batch_tokens", longest
-    for recompute, of in (("selective", ("none",)), ("full", ("none", "selective"))):
-        yield from ((f"{name}.recompute", recompute) for name, role in trained.items() if role.recompute in of)
+    steps = [(f"{name}.recompute", further(role.recompute, run.models[name].spec)) for name, role in trained.items()]
+    for number in range(max((len(values) for _, values in steps), default=0)):
+        yield from ((key, values[number]) for key, values in steps if number < len(values))
 
 
 def _of_generation(run: Run, found: Verdict) -> Iterator[Change]:
@@ -141,6 +144,27 @@ def _needed(run: Run, changes: Sequence[Change], room: int, *, world_size: int) 
         if _fits(run, fewer, room, world_size=world_size):
             kept = fewer
     return kept
+
+
+def _least(run: Run, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
+    """With as little computed again as is enough."""
+    kept = dict(changes)
+    for key in [key for key in kept if key.endswith(".recompute")]:
+        model = run.models[key.removesuffix(".recompute")]
+        assert isinstance(model.config, TrainedRoleConfig), "others compute nothing again"
+        for value in further(model.config.recompute, model.spec):
+            if _fits(run, tuple((kept | {key: value}).items()), room, world_size=world_size):
+                kept[key] = value
+                break
+    return tuple(kept.items())
+
+
+def _first_of_each(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """One of each key."""
+    found: dict[str, Any] = {}
+    for key, value in changes:
+        found.setdefault(key, value)
+    return tuple(found.items())
 
 
 def _fits(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:

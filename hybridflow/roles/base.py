@@ -16,6 +16,7 @@ from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import is_trained
 from hybridflow.batch import RolloutBatch, to_device_async, token_index
 from hybridflow.config import TrainedRoleConfig
+from hybridflow.config.recompute import Recompute
 from hybridflow.models import pipeline
 from hybridflow.models.build import PackedModel, build_model
 from hybridflow.models.layer_specs import DTYPES
@@ -74,7 +75,7 @@ class Role:
         self,
         placed: PlacedModel,
         *,
-        recompute: str,
+        recompute: Recompute,
         world: RunContext,
         head_seed: int | None = None,
         models: list[PackedModel] | None = None,

@@ -118,6 +118,7 @@ def test_auto_on_experts_over_replicas(ranks: int, monkeypatch: pytest.MonkeyPat
     """One GPU holds 16 of 128 experts a layer, whichever of the replicas it is."""
     monkeypatch.chdir(ROOT)
     layout = ("actor.tensor_parallel_size=1", "actor.sequence_parallel=false", "rollout.kv_cache_gib=auto")
+    layout += ("actor.recompute=full", "actor.micro_batch_tokens=4096")
     how = ("--world-size", str(ranks), "--profile", "h100-sxm", "--json")
     assert main(["configs/qwen3_30b_a3b_8gpus.yaml", *layout, *how]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)

@@ -7,7 +7,8 @@ import pytest
 
 from hybridflow.automap.expert_time import ExpertWork
 from hybridflow.automap.generation_time import decode_step
-from hybridflow.automap.role_time import Model, Pass, model_of
+from hybridflow.automap.mean_rows import Pass
+from hybridflow.automap.role_time import Model, model_of
 from hybridflow.config import RoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Cut, Layout
@@ -118,6 +119,30 @@ def test_a_layer_sends_forward_and_backward_and_again_where_it_is_recomputed() -
         parts = over.backward_layer(MB, recompute).parts
         assert sum(part.seconds for part in parts if part.bound == "links") == pytest.approx(times * sent)
     assert not [part for part in alone.forward_layer(MB).parts if part.bound == "links"]
+
+
+def test_modules_of_a_mixture_run_again_one_by_one() -> None:
+    """The activation is 5 of 16 columns a copy, of which a token has two; the shared expert has the same, once."""
+    own = model(Cut(), shared=16)
+    backward = own.backward_layer(MB, "none").seconds
+    activation, of_shared = 10 * 4 * 2 * 5 * 16 / 1e5, 2 * 10 * (8 * 32 + 16 * 8) / 1e6 + 10 * 4 * 5 * 16 / 1e5
+    router, copies = 2 * 10 * 8 * 4 / 1e6, 10 * (4 * 2 * (5 * 8 + 5 * 16) + 16 * 4) / 1e5
+    mixture = router + own.experts.products(10).seconds + copies + of_shared
+    for modules, seconds in (
+        (("moe_act",), activation),
+        (("shared_experts",), of_shared),
+        (("moe",), mixture),
+        (("moe", "moe_act", "shared_experts"), mixture),  # the two are in it
+        (("mlp",), 0),
+    ):
+        assert own.backward_layer(MB, modules).seconds == pytest.approx(backward + seconds), modules
+
+
+def test_a_mixture_that_runs_again_sends_its_tokens_again() -> None:
+    over, sent = model(Cut(1, 1, 4)), 2 * (0.5 + 3 / 4 * 20 * OF_FOUR * 8 * 4 / 1e4)
+    for modules, times in ((("moe_act",), 1), (("moe",), 2)):
+        parts = over.backward_layer(MB, modules).parts
+        assert sum(part.seconds for part in parts if part.bound == "links") == pytest.approx(times * sent)
 
 
 @pytest.mark.parametrize(("shared", "halves"), [(0, 2), (16, 4)])

@@ -84,7 +84,7 @@ def test_the_winner_is_the_best_of_all_configs_placed_and_timed_one_by_one() -> 
     values = {
         "actor.tensor_parallel_size": (1, 2),
         "actor.pipeline_parallel_size": (1, 2),
-        "actor.recompute": ("none", "selective", "full"),
+        "actor.recompute": ("none", "selective", "[core_attn,layernorm,mlp]", "full"),
         "reference.tensor_parallel_size": (1, 2),
         "reference.pipeline_parallel_size": (1, 2),
     }
@@ -99,7 +99,7 @@ def test_the_winner_is_the_best_of_all_configs_placed_and_timed_one_by_one() -> 
         except ConfigError:
             continue
         found.append((predict(run, DEVICE).seconds, fullest(run).bytes))
-    assert len(found) == 3 * 3 * 3 + 3 * 2
+    assert len(found) == 4 * 3 * 3 + 4 * 2
     free = {
         name: frozenset(key.partition(".")[2] for key in values if key.startswith(f"{name}."))
         for name in ("actor", "reference")

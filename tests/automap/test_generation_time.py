@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from hybridflow.automap.generation_time import Responses, decode_cost, decode_step, generation_cost, prefill_cost
-from hybridflow.automap.role_time import Model, Pass
+from hybridflow.automap.mean_rows import Pass
+from hybridflow.automap.role_time import Model
 from hybridflow.parallel.layout import Cut
 from tests.automap.round_profile import device, overheads, small_spec
 

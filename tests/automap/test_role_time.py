@@ -5,22 +5,15 @@ from typing import Any
 import pytest
 
 from hybridflow.automap.cost import Cost, Part, total
-from hybridflow.automap.role_time import (
-    MeanRows,
-    Model,
-    Pass,
-    forward_cost,
-    gradient_cost,
-    passes,
-    pipelined,
-    update_cost,
-)
+from hybridflow.automap.mean_rows import MeanRows, Pass, passes
+from hybridflow.automap.role_time import Model, forward_cost, gradient_cost, pipelined, update_cost
 from hybridflow.automap.step_time import reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.footprint import stage_elements
 from tests.automap.round_profile import FIELDS, device, overheads, small_spec
 
+HOW = ("none", ("core_attn", "layernorm"), ("mlp",))
 SHARED = {"products": 2.0, "memory": 2.0, "overhead": 2.0}
 MB = Pass(tokens=10, outputs=4, pairs=50)
 # of a layer: hidden 8, 24 rows of queries, keys and values, an MLP of 16 with a gate
@@ -60,6 +53,23 @@ def test_what_is_recomputed_runs_again() -> None:
     assert model().backward_layer(MB, "selective").seconds == pytest.approx(backward + ATTENTION)
     full = backward + PRODUCTS + ATTENTION + ELEMENTWISE
     assert model().backward_layer(MB, "full").seconds == pytest.approx(full)
+
+
+def test_modules_of_a_dense_layer_run_again_one_by_one() -> None:
+    """Two norms are 8 passes over the hidden state; an MLP is its products and 5 passes over 16 columns."""
+    backward = model().backward_layer(MB, "none").seconds
+    norms, mlp = 10 * 4 * 8 * 8 / 1e5, 2 * 10 * (8 * 32 + 16 * 8) / 1e6 + 10 * 4 * 5 * 16 / 1e5
+    assert model().backward_layer(MB, ("layernorm",)).seconds == pytest.approx(backward + norms)
+    assert model().backward_layer(MB, ("mlp",)).seconds == pytest.approx(backward + mlp)
+    every = ("core_attn", "layernorm", "mlp")
+    assert model().backward_layer(MB, every).seconds == pytest.approx(backward + ATTENTION + norms + mlp)
+
+
+def test_an_mlp_on_several_ranks_sends_again() -> None:
+    """Sequence parallel: its tokens are gathered, its outputs summed and scattered, which is half of a layer's."""
+    own, half = model(2, sequence_parallel=True), 0.5 + 0.5 * 10 * 8 * 4 / 1e4
+    links = [sum(part.seconds for part in own.backward_layer(MB, how).parts if part.bound == "links") for how in HOW]
+    assert links == pytest.approx([6 * half, 6 * half, 8 * half])
 
 
 def test_tensor_parallel_ranks_exchange_activations_twice_each_way() -> None:

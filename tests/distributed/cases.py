@@ -7,6 +7,7 @@ import torch
 from hybridflow.batch import RolloutBatch, offsets, response_mask
 from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
+from hybridflow.config.recompute import Recompute
 from tests.reference.ppo import Hyperparameters
 from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
 from tests.window_models import WINDOW_FAMILIES
@@ -21,7 +22,7 @@ class Case:
     first: int | None = None  # layers in the first stage
     last: int | None = None
     sequence_parallel: bool = False
-    recompute: str = "none"
+    recompute: Recompute = "none"
     all_budgets: bool = False
     ep: int = 1
     etp: int | None = None
@@ -31,7 +32,8 @@ class Case:
         uneven = f"f{self.first}" * (self.first is not None) + f"l{self.last}" * (self.last is not None)
         sp = "sp" * self.sequence_parallel
         experts = f"ep{self.ep}etp{self.etp}" if self.shares_experts_anew else ""
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{experts}{uneven}{sp}-{self.recompute}"
+        again = self.recompute if isinstance(self.recompute, str) else "+".join(self.recompute)
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{experts}{uneven}{sp}-{again}"
 
     @property
     def shares_experts_anew(self) -> bool:

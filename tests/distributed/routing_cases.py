@@ -19,6 +19,10 @@ CASES = (
     Case(pp=2, vpp=2, recompute="full"),
     Case(dp=2, ep=2, recompute="full"),  # replicas share the experts
     Case(tp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),  # and a rank routes a part of its tokens
+    Case(recompute=("moe",)),
+    Case(pp=2, vpp=2, recompute=("layernorm", "moe")),
+    Case(tp=2, dp=2, ep=4, sequence_parallel=True, recompute=("core_attn", "moe")),
+    Case(tp=2, sequence_parallel=True, recompute=("layernorm", "moe_act")),
 )
 BUDGETS = (24, 1000)  # micro-batch tokens: several micro-batches, and one in which prompts are shared
 

@@ -16,7 +16,7 @@ from tests.tiny_models import by_checkpoint_name, make_checkpoints
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # relative to the largest value
-DEFAULT = {("tp2pp1dp1vpp1sp-full", "qwen3_moe"), ("tp1pp2dp1vpp2-full", "mixtral")}
+DEFAULT = {("tp2pp1dp1vpp1sp-full", "qwen3_moe"), ("tp1pp2dp1vpp2-full", "mixtral"), ("tp1pp1dp1vpp1-moe", "mixtral")}
 every_case = pytest.mark.parametrize(
     ("case", "family"),
     [

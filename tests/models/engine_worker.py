@@ -20,6 +20,7 @@ from megatron.core.extensions import transformer_engine
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
+from hybridflow.config.recompute import Recompute
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 from hybridflow.models import build, layer_classes, optimizer, pipeline
 from hybridflow.models.build import PackedModel
@@ -29,6 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
+from hybridflow.placement.recomputation import modules_in
 
 
 def main(folder: Path, out: Path) -> None:
@@ -47,6 +49,7 @@ def main(folder: Path, out: Path) -> None:
             found[f"{path.parent.name} {path.name} {engine}"] = of_model
         adapted = replace(spec, lora=Lora(rank=4, alpha=8.0))
         found[f"{path.parent.name} {path.name} adapters"] = with_adapters(adapted, grid, platform, prompts, expected)
+        found[f"{path.parent.name} {path.name} again"] = again(spec, grid, platform)
     out.write_text(json.dumps(found))
     platforms.stop()
 
@@ -74,6 +77,19 @@ def with_adapters(
     return found
 
 
+def again(spec: ModelSpec, grid: Grid, platform: Platform) -> dict[str, Any]:
+    """With Transformer Engine's layers: all modules computed again beside none. A norm may be in another layer then."""
+    plain_one, other = (built(spec, grid, platform, engine=True, recompute=how) for how in ("none", modules_in(spec)))
+    first, second = (gradients(spec, grid, chunks) for chunks in (plain_one, other))
+    shared = [name for name in first if name in second]
+    return {
+        "modules": modules_in(spec),
+        "classes": sorted({type(x).__name__ for x in other[0].decoder.layers.modules()}),
+        "elsewhere": sorted({name.rpartition(".")[2] for name in first if name not in second}),
+        "apart": max(float((first[name][0] - second[name][0]).abs().max()) for name in shared),
+    }
+
+
 def outputs_of(chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor]) -> torch.Tensor:
     micro_batch = packed_micro_batch(prompts, torch.device("cpu"))
     return pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"out": plain(output)})[0]["out"]
@@ -88,10 +104,16 @@ def seen_values(
 
 
 def built(
-    spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool, fused: bool | None = False
+    spec: ModelSpec,
+    grid: Grid,
+    platform: Platform,
+    *,
+    engine: bool,
+    fused: bool | None = False,
+    recompute: Recompute = "none",
 ) -> list[PackedModel]:
     """fused: whether gradients are added within products; None: as is chosen. Without buffers they cannot be."""
-    options = dict(dtype="float32", sequence_parallel=False, recompute="none", device=platform.device)
+    options = dict(dtype="float32", sequence_parallel=False, recompute=recompute, device=platform.device)
     options |= {} if fused is None else {"arguments": {"gradient_accumulation_fusion": fused}}
     with chosen_as_on_cuda(engine):
         return build.build_model(spec, grid, head=spec.head, **options)

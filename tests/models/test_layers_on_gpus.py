@@ -113,3 +113,14 @@ def test_adapters_read_what_norms_give_in_either_kind_of_layers(found: dict, fam
     with_engine = "TERowParallelLinear" in HOLDERS[held][0]
     assert ("TEColumnParallelLinear" in of_model["classes True"]) == with_engine
     assert "TELayerNormColumnParallelLinear" not in of_model["classes True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_are_computed_again_in_transformer_engines_layers(found: dict, family: str) -> None:
+    """Norms are then layers of their own, where they stand in front of attention and MLP."""
+    of_model = found[f"{family} policy again"]
+    assert of_model["apart"] < 2e-5
+    if "layernorm" in of_model["modules"]:
+        assert "TELayerNormColumnParallelLinear" not in of_model["classes"]
+        assert set(of_model["elsewhere"]) <= {"layer_norm_weight", "layer_norm_bias"}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -52,3 +53,39 @@ class _Held:
 
     def __del__(self) -> None:
         self._kept.note(self.tensor, -1)
+
+
+class HeldStorages:
+    """What autograd holds of what was saved while it was entered, in bytes of the storages as they are now.
+
+    Unlike `KeptBytes` it may be entered again and again, and sees that a storage has been emptied.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._held: WeakSet[_Saved] = WeakSet()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _pack(self, tensor: Tensor) -> "_Saved":
+        saved = _Saved(tensor)
+        self._held.add(saved)
+        return saved
+
+    def num_bytes(self) -> int:
+        storages = [saved.tensor.untyped_storage() for saved in self._held]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in self._weights}
+        return sum(sizes.values())
+
+
+class _Saved:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor

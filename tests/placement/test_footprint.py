@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.architecture.layer_kinds import DENSE
+from hybridflow.architecture.layer_kinds import DENSE, EXPERTS
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
+from hybridflow.config.recompute import Recompute
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.placement.cache_blocks import CacheBlocks
 from hybridflow.placement.footprint import (
@@ -225,7 +226,7 @@ def test_models_of_a_rank_take_turns_to_compute() -> None:
 # ------------------------------------------------------------------------------------------------ activations
 
 
-def layer(recompute: str, tp: int = 1, sequence_parallel: bool = False) -> float:
+def layer(recompute: Recompute, tp: int = 1, sequence_parallel: bool = False) -> float:
     how = dict(sequence_parallel=sequence_parallel, recompute=recompute, itemsize=2)
     return layer_bytes(small_spec(), DENSE, cut=Cut(tp), **how)
 
@@ -240,13 +241,56 @@ def test_a_layers_activations_by_hand() -> None:
     assert layer("full", tp=2, sequence_parallel=True) == 2 * 4
 
 
+def test_modules_of_a_dense_layer_by_hand() -> None:
+    """An MLP keeps 3 f, a norm's output h; attention as `selective`."""
+    assert layer(("core_attn",)) == layer("selective")
+    assert layer("none") - layer(("mlp",)) == 2 * 48
+    assert layer("none") - layer(("layernorm",)) == 2 * 16
+    assert layer("none", 2, True) - layer(("layernorm",), 2, True) == 2 * 8
+    assert layer(("core_attn", "layernorm", "mlp"), 2, True) == 2 * (2 * 8 / 2 + (2 * 8 + 2 * 8) / 2)
+
+
+MIXTURE = dict(family="glm4_moe", num_experts=4, experts_per_token=2, shared_ffn_hidden_size=4)
+
+
+def of_mixture(recompute: Recompute, cut: Cut = Cut(), **changes: object) -> float:  # noqa: B008
+    """With two of four experts of 16 columns, and a shared one of 4; sequence parallel where there are ranks."""
+    how = dict(cut=cut, sequence_parallel=cut.tp > 1, recompute=recompute, itemsize=2)
+    return layer_bytes(small_spec(**MIXTURE | changes), EXPERTS, **how)
+
+
+def test_modules_of_a_mixture_by_hand() -> None:
+    """Scores are 4 bytes of each expert, and tokens in float32, which a sigmoid's logits are made of, 4 h."""
+    mixing, router = layer("none") - 2 * (32 + 48), 4 * 4 + 4 * 8
+    assert of_mixture("none") == mixing + 2 * (32 + 2 * (3 * 16 + 8) + 3 * 4) + router
+    assert of_mixture("none") - of_mixture(("moe_act",)) == 2 * 2 * 16
+    assert of_mixture("none") - of_mixture(("shared_experts",)) == 2 * 3 * 4
+    assert of_mixture(("moe",)) == of_mixture(("moe", "moe_act", "shared_experts")) == mixing + 2 * 32
+    gated = dict(family="qwen3_5_moe", delta=None)  # the output, h, is multiplied by a gate
+    assert of_mixture("none", **gated) - of_mixture(("shared_experts",), **gated) == 2 * (3 * 4 + 8)
+
+
+def test_a_mixture_on_two_ranks_keeps_the_tokens_that_it_gathers() -> None:
+    """h of all tokens in the place of h / 2 of own ones; where replicas share experts, for the shared one alone."""
+    mixing, router = layer("none", 2, True) - 2 * (16 + 24), 4 * 4 + 4 * 8
+    within, over = Cut(2, 1, 2), Cut(2, 1, 4)
+    experts = 2 * (2 * (3 * 16 + 8) / 2 + 3 * 4 / 2)
+    assert of_mixture("none", within) == mixing + 2 * (3 * 4 + 8) + experts + router
+    assert of_mixture("none", over) == mixing + 2 * (4 * 4 + 8) + experts + router / 2
+    assert of_mixture("none", within) - of_mixture(("layernorm",), within) == 2 * 4
+    assert of_mixture("none", over) - of_mixture(("layernorm",), over) == 2 * 8
+    assert of_mixture("none", over) - of_mixture(("shared_experts",), over) == 2 * (3 * 4 / 2 + 8)
+    assert of_mixture("none", within) - of_mixture(("shared_experts",), within) == 2 * 3 * 4 / 2
+    assert of_mixture(("moe",), within) == mixing + 2 * 4 * 4
+
+
 def test_micro_batches_in_flight() -> None:
     assert [chunks_in_flight(layout(1, 4, 1), stage) for stage in range(4)] == [4, 3, 2, 1]
     # pp v + pp - 1 on the first stage, and pp v - (pp - 1) on the last
     assert [chunks_in_flight(layout(1, 4, 1, 2), stage) for stage in range(4)] == [11, 9, 7, 5]
 
 
-def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 1000, head: str = "lm") -> int:
+def activations(stage: int, *, recompute: Recompute = "none", replica_tokens: int = 1000, head: str = "lm") -> int:
     return training_activation_bytes(
         small_spec(),
         layout(1, 2, 1),
@@ -272,6 +316,9 @@ def test_training_activations_by_hand() -> None:
     assert output_bytes(small_spec(), "score", tp=2, itemsize=4, rows=10) == 10 * (4 * 8 + 4)
     assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
     assert activations(0, recompute="full") == 2 * 10 * 16 + 10 * 264
+    # an MLP by itself, 96 bytes; with it the output of the norm that it reads
+    assert activations(0, recompute=("mlp",)) == 2 * 10 * (264 - 96) + 10 * 96
+    assert activations(0, recompute=("layernorm", "mlp")) == 2 * 10 * (264 - 96 - 32) + 10 * (96 + 16)
 
 
 def test_activations_without_gradients_by_hand() -> None:

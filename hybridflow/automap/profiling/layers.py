@@ -14,8 +14,9 @@ import torch
 
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
+from hybridflow.automap.mean_rows import MeanRows
 from hybridflow.automap.profiling.tiny import PROMPT, batch, make_model, placed_run
-from hybridflow.automap.role_time import MeanRows, forward_cost, gradient_cost, model_of
+from hybridflow.automap.role_time import forward_cost, gradient_cost, model_of
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import negative_log_likelihood
