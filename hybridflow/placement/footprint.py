@@ -220,9 +220,19 @@ def adapter_columns(spec: ModelSpec, kind: LayerKind, again: Set[str] = frozense
     )
 
 
-def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:
-    """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token."""
-    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind.mlp == "experts" else 0
+def passing_bytes(spec: ModelSpec, kind: LayerKind, *, cut: Cut, itemsize: int, counted: bool) -> float:
+    """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token.
+
+    counted: whether rows of experts are counted on the device alone, where ranks of a replica have whole ones. There is
+    then room for all copies of a token, not for the rank's part: n (3 f / etp + h) (1 - 1 / ep) more, with n experts a
+    token.
+    """
+    if kind.mlp != "experts":
+        return 0
+    spare = 0.0
+    if counted and cut.expert_tp * cut.ep == cut.tp:
+        spare = (3 * spec.ffn_hidden_size / cut.expert_tp + spec.hidden_size) * (1 - 1 / cut.ep)
+    return itemsize * spec.experts_per_token * (2 * spec.hidden_size + spare)
 
 
 def again_bytes(
@@ -278,7 +288,9 @@ def training_activation_bytes(
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
     kept = in_flight * sum(count * one_layer(kind, recompute=recompute) for kind, count in kinds.items())
     made_again = partial(again_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
-    again = tokens * max(passing_bytes(spec, kind, itemsize) + made_again(kind, recompute=recompute) for kind in kinds)
+    counted = "moe" in modules_of(recompute)
+    passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=counted)
+    again = tokens * max(passing(kind) + made_again(kind, recompute=recompute) for kind in kinds)
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens, backward=True) if last else 0
@@ -293,7 +305,8 @@ def forward_activation_bytes(
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
     one_layer = partial(layer_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     kinds = set(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
-    layer = tokens * max(one_layer(kind, recompute="none") + passing_bytes(spec, kind, itemsize) for kind in kinds)
+    passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=True)
+    layer = tokens * max(one_layer(kind, recompute="none") + passing(kind) for kind in kinds)
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))

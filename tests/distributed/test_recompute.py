@@ -87,7 +87,7 @@ def test_what_is_kept_no_more_is_what_the_plan_says(run: Again, checkpoints: Pat
     more = {
         "layernorm": (roots, roots),
         "mlp": (0, 0),
-        "moe_act": (product, product),
+        "moe_act": (product, product + numbers),
         "shared_experts": (0, gates),
         "moe": (product, product + numbers),
     }

@@ -7,6 +7,7 @@ steps it, prints what it holds.
 import json
 import subprocess
 import sys
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hybridflow.placement.footprint import (
     model_elements,
     optimizer_bytes,
     output_bytes,
+    passing_bytes,
     sampler_bytes,
     stage_elements,
     together,
@@ -282,6 +284,18 @@ def test_a_mixture_on_two_ranks_keeps_the_tokens_that_it_gathers() -> None:
     assert of_mixture("none", over) - of_mixture(("shared_experts",), over) == 2 * (3 * 4 / 2 + 8)
     assert of_mixture("none", within) - of_mixture(("shared_experts",), within) == 2 * 3 * 4 / 2
     assert of_mixture(("moe",), within) == mixing + 2 * 4 * 4
+
+
+def test_rows_that_are_counted_on_the_device_have_room_for_all_copies() -> None:
+    """Of two copies a token a rank of two with whole experts has one in the mean; sizes read back leave out the rest."""
+    spec = small_spec(family="mixtral", num_experts=4, experts_per_token=2, ffn_hidden_size=16)
+    passing = partial(passing_bytes, spec, EXPERTS, itemsize=2)
+    assert passing(cut=Cut(2, 1, 2), counted=False) == 2 * 2 * 2 * 8
+    assert passing(cut=Cut(2, 1, 2), counted=True) == 2 * 2 * (2 * 8 + (3 * 16 + 8) / 2)
+    assert passing(cut=Cut(4, 2, 2), counted=True) == 2 * 2 * (2 * 8 + (3 * 16 / 2 + 8) / 2)
+    for all_sizes_known in (Cut(2, 2, 1), Cut(1, 1, 2)):
+        assert passing(cut=all_sizes_known, counted=True) == 2 * 2 * 2 * 8
+    assert passing_bytes(spec, DENSE, cut=Cut(2, 1, 2), itemsize=2, counted=True) == 0
 
 
 def test_micro_batches_in_flight() -> None:
