@@ -287,7 +287,7 @@ def test_a_mixture_on_two_ranks_keeps_the_tokens_that_it_gathers() -> None:
 
 
 def test_rows_that_are_counted_on_the_device_have_room_for_all_copies() -> None:
-    """Of two copies a token a rank of two with whole experts has one in the mean; sizes read back leave out the rest."""
+    """Of two copies a token a rank of two with whole experts has one in the mean, and room for both."""
     spec = small_spec(family="mixtral", num_experts=4, experts_per_token=2, ffn_hidden_size=16)
     passing = partial(passing_bytes, spec, EXPERTS, itemsize=2)
     assert passing(cut=Cut(2, 1, 2), counted=False) == 2 * 2 * 2 * 8
