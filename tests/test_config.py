@@ -312,6 +312,26 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
             ["actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 3 = 3 must be a multiple of "],
         ),
         (
+            {"actor.token_dispatcher": "deepep"},
+            ["actor: token_dispatcher = deepep needs experts that replicas share", "= 1 x 1 is no more than"],
+        ),
+        (
+            {
+                "actor.token_dispatcher": "deepep",
+                "actor.expert_parallel_size": 2,
+                "actor.expert_tensor_parallel_size": 2,
+            },
+            ["actor: token_dispatcher = deepep needs whole experts, expert_tensor_parallel_size is 2"],
+        ),
+        (
+            {"actor.token_dispatcher": "deepep", "actor.expert_parallel_size": 2, "actor.dtype": "float32"},
+            ["actor: token_dispatcher = deepep needs dtype = bfloat16, it is float32"],
+        ),
+        (
+            {"actor.token_dispatcher": "flex"},
+            ["actor.token_dispatcher", "'auto', 'alltoall' or 'deepep'"],
+        ),
+        (
             {"actor.tensor_parallel_size": 2, "actor.expert_parallel_size": 4},
             ["actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 4 exceeds", "sequence_parallel: true"],
         ),

@@ -124,20 +124,23 @@ class AllToAll:
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._group)
         sizes = to_host_async(torch.cat([outgoing[:, 0], incoming[:, 0], incoming[:, 1].sum(0, keepdim=True)]))
-        ranks = runs.masked_fill(_is_repeated(runs), -ep)[..., None] * tp + torch.arange(tp, device=runs.device)
+        ranks = runs.masked_fill(_is_repeated(runs), -ep)
+        if tp > 1:
+            ranks = (ranks[..., None] * tp + torch.arange(tp, device=runs.device)).flatten(1)
         numbers = sizes()
         sent, received, copies = numbers[: ep * tp], numbers[ep * tp : -1], numbers[-1]
-        order = self._kernels.order(ranks.flatten(1), ep * tp, sum(sent))
-        token, run = order.copies // order.shape[1], order.copies % order.shape[1] // tp
-        first = runs[token, run, None] * self._num_held
-        choices = torch.cat([shares[token], (experts[token] - first).to(shares.dtype)], dim=1)
-        rows = rows_of(tokens, order, self._kernels)
+        order = self._kernels.order(ranks, ep * tp, sum(sent))
+        choices = torch.cat([shares, experts.to(shares.dtype)], dim=1)  # float32 has all numbers of experts
         of_tokens, of_choices = (_Travel(self._group, sent, received) for _ in range(2))
-        travelling, chosen = of_tokens.begun(rows), of_choices.begun(choices)
+        travelling, chosen = (
+            way.begun(rows_of(what, order, self._kernels)) for way, what in ((of_tokens, tokens), (of_choices, choices))
+        )
+        first = self._place.ep_rank * self._num_held
 
         def arrived() -> Arrived:
-            theirs, own = of_choices.ended(chosen).chunk(2, dim=1)
-            return Arrived(of_tokens.ended(travelling), theirs, own.detach().to(experts.dtype), copies)
+            theirs, all_numbers = of_choices.ended(chosen).chunk(2, dim=1)
+            own = all_numbers.detach().to(experts.dtype) - first
+            return Arrived(of_tokens.ended(travelling), theirs, own, copies)
 
         def back(outputs: Tensor) -> Tensor:
             return self._returned(outputs, order, received, sent)

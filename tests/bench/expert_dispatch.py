@@ -1,6 +1,6 @@
 """What a layer of experts does by each way of its tokens: operations, messages, bytes, and numbers read by the host.
 
-    python -m tests.bench.expert_dispatch [--tokens 256]
+    python -m tests.bench.expert_dispatch [--tokens 32]
 
 Four ranks on CPUs, 64 experts of 64 columns, 8 a token, hidden size 128, in bfloat16, forward and backward:
 
@@ -33,7 +33,7 @@ WAYS = ("shares", "whole", "whole, again", "alltoall", "deepep")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=32, help="of each rank")
     options = parser.parse_args()
     if "LOCAL_RANK" in os.environ:
         measure(options.tokens)

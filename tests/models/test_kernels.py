@@ -89,3 +89,17 @@ def test_whose_adam_megatron_has_found() -> None:
         assert optimizer_source(type("FusedAdam", (), {"__module__": module})) == source
     assert megatron_optimizer.Adam is torch.optim.AdamW, "there is neither on this machine"
     assert optimizer_source(megatron_optimizer.Adam) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "missing", "said"),
+    [
+        ("auto", None, "tokens of actor go to experts of other replicas by DeepEP;"),
+        ("auto", "No module named 'deep_ep'", "by all-to-all, not DeepEP (No module named 'deep_ep');"),
+        ("alltoall", None, "tokens of actor go to experts of other replicas by all-to-all;"),
+    ],
+)
+def test_the_way_of_tokens_to_experts_of_other_replicas(wanted: str, missing: str | None, said: str) -> None:
+    facts = replace(ALL, no_deep_ep=missing)
+    assert said in kernel_line(facts, BOTH, adam=True, sending={"actor": wanted})
+    assert "experts" not in kernel_line(facts, BOTH, adam=True)
