@@ -20,8 +20,10 @@ def test_a_signal_that_the_rank_was_started_to_ignore_stays_ignored() -> None:
 
 
 LISTENS = """
+import signal
 import time
 from hybridflow.parallel.stop import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, whose processes ignore it
 stop = StopRequest(60.0)
 stop.listen()
 print("listens", flush=True)
