@@ -127,10 +127,11 @@ class AllToAll:
         ranks = runs.masked_fill(_is_repeated(runs), -ep)
         if tp > 1:
             ranks = (ranks[..., None] * tp + torch.arange(tp, device=runs.device)).flatten(1)
-        numbers = sizes()
-        sent, received, copies = numbers[: ep * tp], numbers[ep * tp : -1], numbers[-1]
-        order = self._kernels.order(ranks, ep * tp, sum(sent))
+        room = self._kernels.order(ranks, ep * tp, ranks.numel())
         choices = torch.cat([shares, experts.to(shares.dtype)], dim=1)  # float32 has all numbers of experts
+        numbers = sizes()  # as late as it can be
+        sent, received, copies = numbers[: ep * tp], numbers[ep * tp : -1], numbers[-1]
+        order = room.cut(sum(sent))
         of_tokens, of_choices = (_Travel(self._group, sent, received) for _ in range(2))
         travelling, chosen = (
             way.begun(rows_of(what, order, self._kernels)) for way, what in ((of_tokens, tokens), (of_choices, choices))

@@ -9,7 +9,7 @@ A gather is the other's gradient: nothing is added by index, so that a sum has o
 GPUs by Triton (`expert_triton`), which counts. `models.layer_classes` chooses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,10 @@ class ExpertOrder:
     copies: Tensor
     positions: Tensor | None
     shape: tuple[int, int]
+
+    def cut(self, num_rows: int) -> "ExpertOrder":
+        """Without the rows that are of no expert."""
+        return replace(self, copies=self.copies[:num_rows])
 
     @property
     def is_whole(self) -> bool:
