@@ -48,7 +48,8 @@ def _known(value: Any) -> Any:
         raise ValueError(f"[] names no module: give some of {', '.join(MODULES)}, or none in place of the list")
     unknown = [name for name in value if name not in MODULES]
     if unknown:
-        raise ValueError(f"{list(value)}: {unknown[0]!r} is none of the modules {', '.join(MODULES)}")
+        amount = f". Write {unknown[0]} without brackets" if unknown[0] in AMOUNTS else ""
+        raise ValueError(f"{list(value)}: {unknown[0]!r} is none of the modules {', '.join(MODULES)}{amount}")
     twice = [name for i, name in enumerate(value) if name in value[:i]]
     if twice:
         raise ValueError(f"{list(value)}: {twice[0]} stands in it more than once")

@@ -175,7 +175,8 @@ class RoleConfig(LayoutConfig):
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
     token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
-    """How tokens reach experts of other replicas. auto: deepep where all GPUs can have deep_ep, else alltoall."""
+    """How tokens reach experts that several replicas share. auto: deepep where all GPUs can have it, else alltoall.
+    deepep needs the package deep_ep, bfloat16 and whole experts."""
 
     @model_validator(mode="after")
     def _check_dispatcher(self) -> Self:
@@ -185,7 +186,7 @@ class RoleConfig(LayoutConfig):
                 raise ValueError(
                     "token_dispatcher = deepep needs experts that replicas share: expert_tensor_parallel_size x "
                     f"expert_parallel_size = {self.expert_tp} x {self.expert_parallel_size} is no more than "
-                    f"tensor_parallel_size = {shared}"
+                    f"tensor_parallel_size = {shared}. Write auto, or raise expert_parallel_size"
                 )
             if self.expert_tp > 1:
                 raise ValueError(
@@ -200,7 +201,7 @@ class TrainedRoleConfig(RoleConfig):
     optimizer: OptimizerConfig
     """The optimizer, and the schedule of the learning rate."""
     recompute: RecomputeKey = "none"
-    """Activations that the backward pass computes again: none, those of attention (selective), all (full), or those of
+    """Activations that the backward pass computes again: none, core attention (selective), all (full), or those of
     modules. A list names the modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
     offload_optimizer: bool = False
     """Whether optimizer state lies in host memory during generation."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.config.recompute import MODULES, Module, Recompute, modules_of, shown
+from hybridflow.config.recompute import MODULES, OF_MIXTURE, Module, Recompute, modules_of, shown
 from hybridflow.errors import ConfigError
 from hybridflow.placement.mlp_bytes import has_norms_in_front
 
@@ -55,6 +55,12 @@ def steps(spec: ModelSpec) -> tuple[Recompute, ...]:
 
 def further(recompute: Recompute, spec: ModelSpec) -> tuple[Recompute, ...]:
     """Those of `steps` that compute more again."""
-    now = modules_of(recompute)
-    more = [each for each in steps(spec) if each != "full" and now < modules_of(each)]
+    now = _covered(recompute)
+    more = [each for each in steps(spec) if each != "full" and now < _covered(each)]
     return (*more, *(("full",) if recompute != "full" else ()))
+
+
+def _covered(recompute: Recompute) -> frozenset[str]:
+    """With the modules that `moe` has in it."""
+    modules = modules_of(recompute)
+    return modules | OF_MIXTURE if "moe" in modules else modules

@@ -56,6 +56,8 @@ def test_steps_from_nothing_to_whole_layers(name: str, lists: list[Recompute]) -
     assert further(lists[-1], spec) == ("full",)
     assert further("full", spec) == ()
     assert further(("layernorm",), spec) == (*lists, "full")
+    if spec.num_experts:  # `moe` has the activation in it
+        assert further(lists[0], spec) == (lists[1], "full")
 
 
 def test_a_start_names_the_module_that_a_model_lacks(tmp_path: Path) -> None:
