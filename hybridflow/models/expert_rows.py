@@ -9,13 +9,17 @@ A gather is the other's gradient: nothing is added by index, so that a sum has o
 GPUs by Triton (`expert_triton`), which counts. `models.layer_classes` chooses.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridflow.models.layers import Function
+
+Move = Callable[[Tensor], Tensor]  # of rows
 
 
 @dataclass(frozen=True)
@@ -64,36 +68,27 @@ class ExpertKernels(Protocol):
 
 def rows_of(tokens: Tensor, order: ExpertOrder, kernels: ExpertKernels) -> Tensor:
     """(t, size) -> (r, size): of each row the token."""
-    rows: Tensor = _Rows.apply(tokens, order, kernels)
+    rows: Tensor = _WithGradient.apply(tokens, partial(kernels.rows, order=order), partial(kernels.sums, order=order))
     return rows
 
 
 def sums_of(rows: Tensor, order: ExpertOrder, kernels: ExpertKernels) -> Tensor:
     """(r, size) -> (t, size): of each token the sum of the token's rows."""
-    sums: Tensor = _Sums.apply(rows, order, kernels)
+    sums: Tensor = _WithGradient.apply(rows, partial(kernels.sums, order=order), partial(kernels.rows, order=order))
     return sums
 
 
-class _Rows(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
+    """forward(x), whose gradient is backward(gradient): one is the other's transpose."""
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: ExpertOrder, kernels: ExpertKernels) -> Tensor:
-        ctx.order, ctx.kernels = order, kernels
-        return kernels.rows(tokens, order)
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.move_back = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.kernels.sums(grad, ctx.order), None, None
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: ExpertOrder, kernels: ExpertKernels) -> Tensor:
-        ctx.order, ctx.kernels = order, kernels
-        return kernels.sums(rows, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.kernels.rows(grad, ctx.order), None, None
+        return ctx.move_back(grad), None, None
 
 
 class KernelsByTorch:

@@ -88,13 +88,19 @@ def counted(found: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def order_of_work(way: TokenDispatcher, place: Place) -> list[str]:
-    """Of a mixture with a shared expert in a pass forward and one backward."""
-    of_rank = config(num_moe_experts=EXPERTS, moe_router_topk=K, hidden_size=HIDDEN, moe_ffn_hidden_size=SIZE)
-    mixture = MixtureOfExperts(of_rank, swiglu=SwiGLUFunction, kernels=KERNELS, place=place, shared_size=SIZE)
+def with_shared_expert(way: TokenDispatcher, place: Place, dtype: torch.dtype) -> MixtureOfExperts:
+    sizes = dict(num_moe_experts=EXPERTS, moe_router_topk=K, hidden_size=HIDDEN, moe_ffn_hidden_size=SIZE)
+    made_of = {"swiglu": SwiGLUFunction, "kernels": KERNELS, "place": place, "shared_size": SIZE}
+    mixture = MixtureOfExperts(config(**sizes, params_dtype=dtype), **made_of)
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter)
     mixture.dispatcher, mixture.group = way, dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return mixture
+
+
+def order_of_work(way: TokenDispatcher, place: Place) -> list[str]:
+    """Of a mixture with a shared expert in a pass forward and one backward."""
+    mixture = with_shared_expert(way, place, torch.float32)
     done: list[str] = []
     travel = expert_dispatch._Travel
     launch, wait = travel.launch, travel.wait
@@ -163,17 +169,7 @@ def main(out: Path) -> None:
 
 def order_of_deep_ep(way: DeepEP, place: Place) -> list[str]:
     """What a mixture with a shared expert does while tokens travel."""
-    of_rank = config(
-        num_moe_experts=EXPERTS,
-        moe_router_topk=K,
-        hidden_size=HIDDEN,
-        moe_ffn_hidden_size=SIZE,
-        params_dtype=torch.bfloat16,
-    )
-    mixture = MixtureOfExperts(of_rank, swiglu=SwiGLUFunction, kernels=KERNELS, place=place, shared_size=SIZE)
-    for parameter in mixture.parameters():
-        torch.nn.init.normal_(parameter)
-    mixture.dispatcher, mixture.group = way, dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mixture = with_shared_expert(way, place, torch.bfloat16)
     done: list[str] = []
     from deep_ep.utils import EventOverlap
 

@@ -4,22 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridflow.parallel import exchange as exchanges
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from tests.worlds import world_of_one
 
 
 @pytest.fixture(scope="module")
 def exchange() -> Iterator[Exchange]:
     """In a world of one, unless another test file has left one."""
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == 1
-    yield Exchange(dist.group.WORLD, torch.device("cpu"))
-    if started:
-        dist.destroy_process_group()
+    with world_of_one() as world:
+        yield Exchange(world, torch.device("cpu"))
 
 
 def test_values_stand_where_they_belong_and_zeros_elsewhere(exchange: Exchange) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridflow.parallel import vocab, vocab_triton
 from hybridflow.parallel.vocab import vocab_kernels
 from tests.launch import ROOT, run_ranks
+from tests.worlds import world_of_one
 
 ROWS, VOCAB, PADDED = 7, 50, 54  # 54 = 2 x 27 = 3 x 18: with 3 ranks the last holds 14 true columns of 18
 TEMPERATURE = 0.7
@@ -32,13 +33,8 @@ WAYS = [BY_TRITON] if INTERPRETS else [pytest.param("in C", marks=pytest.mark.co
 @pytest.fixture(scope="module")
 def world() -> Iterator[dist.ProcessGroup]:
     """A world of one, unless another test file has left one."""
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == 1
-    yield dist.group.WORLD
-    if started:
-        dist.destroy_process_group()
+    with world_of_one() as world:
+        yield world
 
 
 @pytest.fixture(autouse=True, params=WAYS)

@@ -9,7 +9,22 @@ import torch
 from torch import Tensor
 
 
-class KeptBytes:
+class _Entered:
+    """Hooks of saved tensors hold while it is entered."""
+
+    _hooks: torch.autograd.graph.saved_tensors_hooks
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+
+class KeptBytes(_Entered):
     """Counts saved tensors by their storage while it is entered. peak: bytes.
 
     weights: tensors whose storages are there anyway.
@@ -20,15 +35,6 @@ class KeptBytes:
         self._uses: dict[int, int] = {}
         self._live = self.peak = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
-
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: Tensor) -> "_Held":
         return _Held(self, tensor)
@@ -55,7 +61,7 @@ class _Held:
         self._kept.note(self.tensor, -1)
 
 
-class HeldStorages:
+class HeldStorages(_Entered):
     """What autograd holds of what was saved while it was entered, in bytes of the storages as they are now.
 
     Unlike `KeptBytes` it may be entered again and again, and sees that a storage has been emptied.
@@ -65,15 +71,6 @@ class HeldStorages:
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._held: WeakSet[_Saved] = WeakSet()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
-
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: Tensor) -> "_Saved":
         saved = _Saved(tensor)

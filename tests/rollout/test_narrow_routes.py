@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +27,7 @@ from hybridflow.rollout.partial import PartialGroup, PartialRow, Segment, UnderW
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
 from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from hybridflow.rollout.segments import with_experts
+from tests.worlds import world_of_one
 
 NUM_LAYERS, CHOSEN, LENGTHS = 6, 4, (7, 12, 9, 7, 11, 10)
 each_type = pytest.mark.parametrize("num_experts", [256, 257])
@@ -60,13 +60,8 @@ class NothingWider(TorchDispatchMode):
 @pytest.fixture
 def exchange() -> Iterator[Exchange]:
     """Of a world of one, unless another test file has left one."""
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == 1
-    yield Exchange(dist.group.WORLD, torch.device("cpu"))
-    if started:
-        dist.destroy_process_group()
+    with world_of_one() as world:
+        yield Exchange(world, torch.device("cpu"))
 
 
 def sizes_of(num_experts: int) -> RoutingSizes:
