@@ -29,8 +29,8 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import world_group
 from hybridflow.recording.engine_report import EngineReport, engine_metrics
 from hybridflow.recording.iteration import Metrics
-from hybridflow.roles.generator import AskedResponses, Generator
-from hybridflow.rollout.generation import RowResponses
+from hybridflow.roles.generator import Generator
+from hybridflow.rollout.generation import AskedResponses, RowResponses
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 from hybridflow.rollout.turns import TurnCounts
 

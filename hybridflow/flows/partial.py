@@ -23,9 +23,11 @@ from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greed
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.generation import check_rows
-from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, experts_of_groups, rollout_of_groups
+from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, pieces_of_groups, rollout_of_groups
+from hybridflow.rollout.routing_records import EXPERTS, RecordedPiece, RoutingRecords
 
 CACHE = "kv_cache_bytes"
+_Kept = tuple[dict[str, Tensor], list[list[RecordedPiece]]]  # tensors of a file, and the engine's experts of each row
 ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
 
 
@@ -51,8 +53,11 @@ class PartialGeneration(Generation):
         self.draws, self._data, self._config = self, draws, config
         self._wanted = config.data.prompts_per_iteration
         self._most = ceil(config.rollout.partial.oversample * self._wanted)
-        self._under_way = UnderWay() if under_way is None else UnderWay.of_tensors(under_way)
-        self._before = self._saved()  # of the iteration
+        self._under_way = UnderWay()
+        if under_way is not None:
+            replicas = len(generator.layout.replicas)
+            self._under_way = UnderWay.of_tensors(under_way, num_replicas=replicas, recorder=generator.recorder)
+        self._before = self._kept_now()  # of the iteration
         self._iteration = self._open_tokens = 0
         self._prompts: dict[int, PromptBatch] = {}  # of groups under way, by position in the run
         self._bytes_before = None if under_way is None else int(under_way[CACHE])
@@ -78,7 +83,7 @@ class PartialGeneration(Generation):
     def begin(self, iteration: int, num_iterations: int) -> None:
         """See `Generation`."""
         super().begin(iteration, num_iterations)
-        self._iteration, self._before = iteration, self._saved()
+        self._iteration, self._before = iteration, self._kept_now()
 
     def responses(
         self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
@@ -100,9 +105,9 @@ class PartialGeneration(Generation):
         prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
         self.taken = tuple(group.number for group in groups), prompts
         rollout = rollout_of_groups(groups, prompts)
-        records = None if self._roles.actor is None else self._roles.actor.records
-        if records is not None:
-            rollout = records.take(rollout, experts_of_groups(groups, records.sizes), iteration)
+        if self._records is not None:
+            recorded = self.generator.recorded(pieces_of_groups(groups))
+            rollout = self._records.keep(rollout, recorded, iteration)
         check_rows(rollout)
         self._begin_scoring(prompts, deferred, generates=False)
         self.scoring.assign_rest(rollout)
@@ -119,11 +124,21 @@ class PartialGeneration(Generation):
     # ---- what is kept
 
     def completed(self, state: RunState) -> RunState:
-        """The state of a checkpoint: with the groups that are under way."""
-        return state if state.under_way is not None else replace(state, under_way=self._saved())
+        """The state of a checkpoint: with the groups that are under way. Collective over the world."""
+        return state if state.under_way is not None else replace(state, under_way=self._of_file(*self._kept_now()))
 
-    def _saved(self) -> dict[str, Tensor]:
-        return self._under_way.tensors() | {CACHE: torch.tensor(self.generator.kv_cache.whole)}
+    def _kept_now(self) -> _Kept:
+        tensors = self._under_way.tensors() | {CACHE: torch.tensor(self.generator.kv_cache.whole)}
+        return tensors, self._under_way.pieces()
+
+    def _of_file(self, tensors: dict[str, Tensor], pieces: list[list[RecordedPiece]]) -> dict[str, Tensor]:
+        """With the engine's experts on rank 0, which writes files. Collective over the world."""
+        experts = None if self._records is None else self._records.of_file(self.generator.recorded(pieces))
+        return tensors if experts is None or not len(experts) else tensors | {EXPERTS: experts}
+
+    @property
+    def _records(self) -> RoutingRecords | None:
+        return None if self._roles.actor is None else self._roles.actor.records
 
     def notes(self) -> list[str]:
         """What the user should know of a start that goes on with rows under way."""
@@ -143,8 +158,11 @@ class PartialGeneration(Generation):
         ]
 
     def kept(self, before: RunState) -> RunState:
-        """The state before an iteration that ends early: its rollout is made again, of the same rows."""
-        return replace(before, under_way=self._before)
+        """The state before an iteration that ends early: its rollout is made again, of the same rows.
+
+        Collective over the world.
+        """
+        return replace(before, under_way=self._of_file(*self._before))
 
     def metrics(self, batch: RolloutBatch, of_trainers: object, num_trainers: int) -> Metrics:
         """See `Generation`."""

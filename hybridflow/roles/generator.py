@@ -37,6 +37,7 @@ from hybridflow.roles.policy import Actor
 from hybridflow.rollout.adapters import engine_adapters
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import (
+    AskedResponses,
     RolloutListener,
     RolloutRequest,
     RowResponses,
@@ -47,22 +48,10 @@ from hybridflow.rollout.generation import (
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
-from hybridflow.rollout.routing_records import Recorded
+from hybridflow.rollout.routing_records import Recorded, RecordedPiece
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.segments import replica_segments, whole_segments, with_experts
+from hybridflow.rollout.segments import replica_segments, whole_segments, with_pieces
 from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
-
-
-@dataclass(frozen=True)
-class AskedResponses:
-    """of_replicas: the prompts that each engine replica answers. temperature: None: as `sampling` says. names: what
-    environments know the rollout by.
-    """
-
-    request: RolloutRequest
-    of_replicas: Sequence[Sequence[int]]
-    temperature: float | None
-    names: Sequence[int]
 
 
 class Generator:
@@ -314,7 +303,7 @@ class Generator:
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
         if self.routing is not None:
-            whole = with_experts(under_way, whole, own, self.routing, self._exchange)
+            whole = with_pieces(under_way, whole, own, work)
         under_way.add(whole, iteration - 1)
         if self.turns is None:
             return 0
@@ -360,10 +349,18 @@ class Generator:
             check_rows(rollout)
         if asked.temperature is not None or self._actor.records is None:  # nothing is trained on the others
             return rollout
-        made_by = {prompt: replica for replica, prompts_of in enumerate(asked.of_replicas) for prompt in prompts_of}
-        of_rows = [made_by[prompt] for prompt in rollout.prompt_indices.tolist()]
-        recorded = Recorded(own.experts(), of_rows, self.layout, self._placed.stages)
+        recorded = self.recorded(asked.pieces(rollout, own))
         return self._actor.records.keep(rollout, recorded, iteration=asked.request.seed[1])
+
+    def recorded(self, rows: Sequence[Sequence[RecordedPiece]]) -> Recorded:
+        """The engines' experts of rows, by their pieces."""
+        return Recorded(rows, self.layout, self._placed.stages)
+
+    @property
+    def recorder(self) -> int | None:
+        """The replica of which this rank records experts."""
+        rank = self._platform.rank
+        return self.layout.coordinates(rank).replica if self.recorded(()).layers_of(rank) else None
 
 
 def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:

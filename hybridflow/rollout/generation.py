@@ -32,6 +32,7 @@ from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.routing_records import RecordedPiece
 from hybridflow.rollout.turns import TurnTaking
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -113,6 +114,25 @@ class RowResponses:
         """By row, where the engine has recorded them."""
         known = zip(self.rows, self.responses, strict=True)
         return {row: response.experts for row, response in known if response.experts is not None}
+
+
+@dataclass(frozen=True)
+class AskedResponses:
+    """of_replicas: the prompts that each engine replica answers. temperature: None: as `sampling` says. names: what
+    environments know the rollout by.
+    """
+
+    request: RolloutRequest
+    of_replicas: Sequence[Sequence[int]]
+    temperature: float | None
+    names: Sequence[int]
+
+    def pieces(self, rollout: RolloutBatch, own: RowResponses) -> list[list[RecordedPiece]]:
+        """Of the engine's experts, by row: each replica has recorded all of the rows of its prompts."""
+        made_by = {prompt: replica for replica, prompts in enumerate(self.of_replicas) for prompt in prompts}
+        rows = zip(rollout.prompt_indices.tolist(), rollout.lengths.tolist(), strict=True)
+        experts = own.experts()
+        return [[RecordedPiece(made_by[prompt], length, experts.get(row))] for row, (prompt, length) in enumerate(rows)]
 
 
 def replica_responses(

@@ -13,21 +13,17 @@ no clock says what is trained on. Nothing is discarded, since what is discarded 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.models.routing import RoutingSizes, as_record
+from hybridflow.models.routing import as_record
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
-from hybridflow.rollout.routing_records import EXPERTS
-
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
-    pass
+from hybridflow.rollout.routing_records import EXPERTS, RecordedPiece
 
 RUNNING, ENDED, CUT = 0, 1, 2  # of a row
 
@@ -43,7 +39,7 @@ class PartialRow:
     state: int = RUNNING
     flags: list[int] = field(default_factory=list)  # one a token, as `generation.response_flags` has them
     rewards: list[float] = field(default_factory=list)  # of an environment
-    experts: Tensor | None = field(default=None, compare=False)  # (prompt + response - 1, layers, k) of the engine
+    pieces: list[RecordedPiece] = field(default_factory=list, compare=False)  # experts of all tokens but the last
 
 
 @dataclass
@@ -69,7 +65,8 @@ class PartialGroup:
 class Segment:
     """What one call of the engine adds to a row. flags: none where all tokens are sampled.
 
-    experts: of the tokens that the row has no experts of yet.
+    experts: (tokens, layers, k) of the tokens that the row has no experts of yet, on ranks that have recorded them.
+    piece: the same with what all ranks know of it; None: nothing is recorded.
     versions: none where all are of the present actor. Of a row with an environment it is the whole response.
     """
 
@@ -80,6 +77,7 @@ class Segment:
     versions: Sequence[int] = ()
     rewards: Sequence[float] = ()
     experts: Tensor | None = None
+    piece: RecordedPiece | None = None
 
 
 @dataclass(frozen=True)
@@ -176,9 +174,7 @@ class UnderWay:
             row.versions += segment.versions or [version] * len(segment.token_ids)
             row.flags += segment.flags or [SAMPLED] * len(segment.token_ids)
             row.rewards += segment.rewards
-            if segment.experts is not None:
-                before = segment.experts[:0] if row.experts is None else row.experts
-                row.experts = torch.cat([before, segment.experts])
+            row.pieces += [] if segment.piece is None else [segment.piece]
             row.segments, row.state = row.segments + 1, segment.state
 
     def take(self, number: int) -> list[PartialGroup]:
@@ -191,9 +187,11 @@ class UnderWay:
     # ---- as tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a file: int64 of groups, rows and tokens; float32 of log-probs and rewards. Prompts are tokens, too."""
+        """For a file: int64 of groups, rows and tokens; float32 of log-probs and rewards. Prompts are tokens, too.
+
+        Without the engine's experts, see `pieces`.
+        """
         rows = [row for group in self.groups for row in group.rows]
-        experts = [row.experts for row in rows if row.experts is not None]
         nothing = [math.nan] * max((len(row.rewards) for row in rows), default=0)
         of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
         return {
@@ -207,12 +205,20 @@ class UnderWay:
             "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
             "flags": torch.tensor([flag for row in rows for flag in row.flags], dtype=torch.uint8),
             "rewards": torch.tensor([row.rewards or nothing for row in rows], dtype=torch.float32),
-            **({EXPERTS: torch.cat(experts)} if experts else {}),
         }
 
+    def pieces(self) -> list[list[RecordedPiece]]:
+        """Of the engine's experts, by row."""
+        return [list(row.pieces) for group in self.groups for row in group.rows]
+
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "UnderWay":
-        """What `tensors` gave."""
+    def of_tensors(
+        cls, tensors: Mapping[str, Tensor], *, num_replicas: int = 1, recorder: int | None = 0
+    ) -> "UnderWay":
+        """What `tensors` gave, and the experts of a file. Rows take turns as to which engine replica has their experts.
+
+        recorder: of which replica this rank records experts; None: of none.
+        """
         groups, sizes = tensors["groups"].tolist(), tensors["rows"].tolist()
         counts = [count for count, _, _ in sizes]
         names = ("token_ids", "log_probs", "versions", "flags")
@@ -236,8 +242,10 @@ class UnderWay:
         if EXPERTS in tensors:
             spoken = [(group, row) for group in found.groups for row in group.rows if row.token_ids]
             lengths = [len(group.prompt) + len(row.token_ids) - 1 for group, row in spoken]
-            for (_, row), experts in zip(spoken, tensors[EXPERTS].split(lengths), strict=True):
-                row.experts = as_record(experts)
+            for number, ((_, row), experts) in enumerate(zip(spoken, tensors[EXPERTS].split(lengths), strict=True)):
+                made_by = number % num_replicas
+                own = as_record(experts).clone() if made_by == recorder else None  # the file's tensor does not stay
+                row.pieces = [RecordedPiece(made_by, len(experts), own)]
         return found
 
 
@@ -251,11 +259,10 @@ def _shares(total: int, sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-def experts_of_groups(groups: Sequence[PartialGroup], sizes: RoutingSizes) -> Tensor:
-    """(T, layers, k) of the rollout of these groups. The last token of a row has no record."""
-    nothing = sizes.nothing(1)
-    parts = [part for group in groups for row in group.rows for part in (row.experts, nothing) if part is not None]
-    return torch.cat(parts)
+def pieces_of_groups(groups: Sequence[PartialGroup]) -> list[list[RecordedPiece]]:
+    """Of the rollout of these groups, by row. A row's last token is in its last piece, which has no experts of it."""
+    rows = [row.pieces for group in groups for row in group.rows]
+    return [[*pieces[:-1], replace(pieces[-1], num_tokens=pieces[-1].num_tokens + 1)] for pieces in rows]
 
 
 def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:

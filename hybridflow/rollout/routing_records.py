@@ -3,7 +3,9 @@
     keep      from the engine's ranks, which have recorded them, to the ranks of one data-parallel replica of the actor
     move      to other replicas, once, where mini-batches turn out to be others than were planned
     of_rows   for the rows that this replica computes: local, since the rows of a replica are those that it keeps
-    portable  to rank 0, for a file
+    portable  to rank 0, for a file; `of_file` does so with rows that are not whole
+
+Until a row is whole, its pieces stay with the ranks that have recorded them: see `RecordedPiece`.
 
 A row stays with one replica in all passes of an iteration, so that the row's record travels once. Which replica that is
 follows from the mini-batches, which the seed gives before a token is generated: see `prompt_groups.rows_that_stay`.
@@ -16,11 +18,12 @@ every rank knows what goes where, and no rank asks.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch, offsets
+from hybridflow.batch import RolloutBatch
 from hybridflow.models.prompt_groups import rows_that_stay
 from hybridflow.models.routing import RoutingSizes, RowExperts, bits
 from hybridflow.parallel.exchange import Exchange
@@ -33,29 +36,52 @@ MiniBatches = Callable[[Tensor, int], Sequence[Sequence[Tensor]]]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What the engines have recorded of a rollout.
+class RecordedPiece:
+    """What one engine replica has recorded of a row: of consecutive tokens.
 
-    own: by row what this rank has recorded, (tokens, layers, k), zero in the layers of other stages. made_by: of each
-    row the engine replica. stages: the layers of an engine's pipeline stages, of which the first tensor-parallel rank
-    records.
+    experts: (tokens, layers, k), zero in the layers of other stages; of the last tokens there may be none. None: this
+    rank has recorded nothing of the piece. Where the engine has lost a piece, no rank has: the record is 0 there.
     """
 
-    own: Mapping[int, Tensor]
-    made_by: Sequence[int]
+    made_by: int
+    num_tokens: int
+    experts: Tensor | None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the engines have recorded of rows: of each its pieces, in the order of their tokens.
+
+    A response that was generated at once is one piece, one of a partial rollout has a piece of each segment.
+    stages: the layers of an engine's pipeline stages, of which the first tensor-parallel rank records.
+    """
+
+    rows: Sequence[Sequence[RecordedPiece]]
     engines: RolloutLayout
     stages: Stages
+
+    @property
+    def pieces(self) -> list[RecordedPiece]:
+        """Of all rows."""
+        return [piece for pieces in self.rows for piece in pieces]
+
+    def layers_of(self, rank: int) -> tuple[int, ...]:
+        """Those that the rank records."""
+        if rank not in self.engines or self.engines.coordinates(rank).tp:
+            return ()
+        return tuple(self.stages[self.engines.coordinates(rank).pp])
 
 
 @dataclass(frozen=True)
 class _Parcel:
-    """Rows and layers that go from one rank to another in one message."""
+    """Rows, or pieces of rows, and layers that go from one rank to another in one message."""
 
     rows: Sequence[int]
     layers: Sequence[int]
 
 
 NO_PARCEL = _Parcel((), ())
+_Arrived = list[tuple[_Parcel, dict[int, Tensor]]]
 
 
 class RoutingRecords:
@@ -95,39 +121,64 @@ class RoutingRecords:
         """
         numbered = self._numbered(batch, iteration)
         lengths, ids = batch.lengths.tolist(), numbered.record_ids.tolist()
-        engines, world = recorded.engines, range(self._world.group.size())
-        rows: dict[tuple[int, int], list[int]] = {}
-        for row, made_by in enumerate(recorded.made_by):
-            rows.setdefault((made_by, self._keepers[ids[row]]), []).append(row)
+        row_of = [row for row, pieces in enumerate(recorded.rows) for _ in pieces]
+        starts = [start for pieces in recorded.rows for start in _starts(pieces)]
+        on_way: dict[tuple[int, int], list[int]] = {}
+        for number, piece in enumerate(recorded.pieces):
+            on_way.setdefault((piece.made_by, self._keepers[ids[row_of[number]]]), []).append(number)
 
         def parcel(source: int, target: int) -> _Parcel:
-            if source not in engines or target not in self._actor or engines.coordinates(source).tp:
+            layers = recorded.layers_of(source)
+            if not layers or target not in self._actor:
                 return NO_PARCEL
-            made, kept = engines.coordinates(source), self._actor.coordinates(target)
-            both = set(recorded.stages[made.pp]) & set(self._stages[kept.pp])
-            return _Parcel(rows.get((made.replica, kept.dp), ()), sorted(both))
+            made, kept = recorded.engines.coordinates(source), self._actor.coordinates(target)
+            both = set(layers) & set(self._stages[kept.pp])
+            return _Parcel(on_way.get((made.replica, kept.dp), ()), sorted(both))
 
-        every = range(self.sizes.num_layers)
-        arrived = self._sent(
-            self._world,
-            [self._packed(recorded.own, parcel(self._rank, peer), lengths, every) for peer in world],
-            [parcel(peer, self._rank) for peer in world],
-            lengths,
-        )
-        for sent, found in arrived:
-            for row, experts in found.items():
-                self._put(ids[row], experts, sent.layers)
+        for sent, found in self._sent_pieces(recorded, parcel):
+            for number, experts in found.items():
+                row = row_of[number]
+                self._put(ids[row], experts, sent.layers, starts[number], lengths[row])
         return numbered
 
-    def _put(self, number: int, experts: Tensor, layers: Sequence[int]) -> None:
-        """Keep these layers of a record, which may come from several ranks."""
-        if tuple(layers) == self._own_layers:
+    def of_file(self, recorded: Recorded) -> Tensor | None:
+        """On rank 0 (tokens of all pieces, layers, k), elsewhere None. Collective over the world."""
+        pieces = recorded.pieces
+
+        def parcel(source: int, target: int) -> _Parcel:
+            layers = recorded.layers_of(source)
+            if target or not layers:
+                return NO_PARCEL
+            replica = recorded.engines.coordinates(source).replica
+            return _Parcel([number for number, piece in enumerate(pieces) if piece.made_by == replica], layers)
+
+        arrived = self._sent_pieces(recorded, parcel)
+        return None if self._rank else self._filled(arrived, [piece.num_tokens for piece in pieces])
+
+    def _sent_pieces(self, recorded: Recorded, parcel: Callable[[int, int], _Parcel]) -> _Arrived:
+        pieces, world = recorded.pieces, range(self._world.group.size())
+        sizes, every, nothing = (
+            [piece.num_tokens for piece in pieces],
+            range(self.sizes.num_layers),
+            self.sizes.nothing(0),
+        )
+        own = {number: nothing if piece.experts is None else piece.experts for number, piece in enumerate(pieces)}
+        return self._sent(
+            self._world,
+            [self._packed(own, parcel(self._rank, peer), sizes, every) for peer in world],
+            [parcel(peer, self._rank) for peer in world],
+            sizes,
+        )
+
+    def _put(self, number: int, experts: Tensor, layers: Sequence[int], start: int, length: int) -> None:
+        """Keep these layers of these tokens of a record, which may come from several ranks."""
+        if tuple(layers) == self._own_layers and len(experts) == length:
             self._kept[number] = experts
             return
         if number not in self._kept:
-            self._kept[number] = self._nothing(len(experts))
+            self._kept[number] = self._nothing(length)
         columns = [self._own_layers.index(layer) for layer in layers]
-        bits(self._kept[number])[:, columns] = bits(experts)
+        bits(self._kept[number])[start : start + len(experts), columns] = bits(experts)
 
     def take(self, batch: RolloutBatch, experts: Tensor, iteration: int | None = None) -> RolloutBatch:
         """The batch with records that every rank has read from a file, of which each keeps a part. Local.
@@ -228,12 +279,16 @@ class RoutingRecords:
             lengths,
         )
         if self._rank == 0:
-            whole, starts = self.sizes.nothing(sum(lengths)), offsets(tensors["lengths"]).tolist()
-            for sent, found in arrived:
-                for row, experts in found.items():
-                    bits(whole)[starts[row] : starts[row] + lengths[row], list(sent.layers)] = bits(experts)
-            portable[EXPERTS] = whole
+            portable[EXPERTS] = self._filled(arrived, lengths)
         return portable
+
+    def _filled(self, arrived: _Arrived, lengths: Sequence[int]) -> Tensor:
+        """(T, layers, k) of what has come from all stages."""
+        whole, ends = self.sizes.nothing(sum(lengths)), list(accumulate(lengths))
+        for sent, found in arrived:
+            for row, experts in found.items():
+                bits(whole)[ends[row] - lengths[row] : ends[row], list(sent.layers)] = bits(experts)
+        return whole
 
     # ---- inside
 
@@ -288,8 +343,8 @@ class RoutingRecords:
 
     def _sent(
         self, exchange: Exchange, outgoing: Sequence[Tensor], incoming: Sequence[_Parcel], lengths: Sequence[int]
-    ) -> list[tuple[_Parcel, dict[int, Tensor]]]:
-        """What arrives: by row (tokens, the parcel's layers, k)."""
+    ) -> _Arrived:
+        """By row, or by piece, (tokens, the parcel's layers, k)."""
         per_layer = self.sizes.chosen * self.sizes.dtype.itemsize
         tokens = [sum(lengths[row] for row in parcel.rows) for parcel in incoming]
         sizes = [count * len(parcel.layers) * per_layer for count, parcel in zip(tokens, incoming, strict=True)]
@@ -311,3 +366,8 @@ def _is_dealt(dealt: tuple[Tensor, list[list[int]]], batch: RolloutBatch, epochs
     """Whether the keepers of these rows were chosen by these mini-batches, so that nothing has to be dealt again."""
     ids, known = dealt
     return torch.equal(ids, batch.record_ids) and known == _lists(epochs)
+
+
+def _starts(pieces: Sequence[RecordedPiece]) -> list[int]:
+    """Of each piece of a row its first token."""
+    return list(accumulate((piece.num_tokens for piece in pieces), initial=0))[:-1]

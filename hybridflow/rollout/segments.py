@@ -2,6 +2,7 @@
 
 own = replica_segments(engine, params, requests, work)             # until enough groups are whole
 segments = whole_segments(under_way, own, exchange)                # of all replicas
+segments = with_pieces(under_way, segments, own, work)             # and the engine's experts, which stay where they are
 """
 
 from collections import Counter
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.generation import flat
 from hybridflow.rollout.partial import CUT, ENDED, RUNNING, ReplicaWork, Segment, UnderWay
+from hybridflow.rollout.routing_records import RecordedPiece
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
@@ -56,6 +57,7 @@ def _segment(response: Response, state: int, request: Request) -> Segment:
     """Of the tokens that the engine has read again nothing counts but the last one's experts, which had none before."""
     experts, before = response.experts, len(request.prompt) - 1 if request.num_before else 0
     new = None if experts is None or not response.token_ids else experts[before:]
+    new = new.clone() if new is not None and before else new  # what was read again does not stay
     return Segment(response.token_ids, response.log_probs, state, experts=new)
 
 
@@ -104,32 +106,23 @@ def whole_segments(
     return {row: Segment(*values) for row, count, values in wholes if count}
 
 
-def with_experts(
+def with_pieces(
     under_way: UnderWay,
     segments: Mapping[tuple[int, int], Segment],
     own: Mapping[tuple[int, int], Segment],
-    sizes: RoutingSizes,
-    exchange: Exchange,
+    work: Sequence[ReplicaWork],
 ) -> dict[tuple[int, int], Segment]:
-    """The segments of all replicas with the experts of new tokens. Collective over the world.
+    """The segments of all replicas with what every rank knows of the experts of new tokens. Local.
 
-    own: what this rank has recorded, zero in the layers of other stages. A record is (tokens, layers, k) on every rank.
+    own: what this rank's replica adds, with the experts that this rank has recorded. work: of each replica.
     """
-    starts, counts, total = dict[tuple[int, int], int](), dict[tuple[int, int], int](), 0
+    made_by = {place: replica for replica, part in enumerate(work) for place in part.groups}
+    found = {}
     for (place, sample), segment in segments.items():
         group, known = under_way.groups[place], under_way.groups[place].rows[sample]
-        first = len(group.prompt) + len(known.token_ids) - 1 if known.token_ids else 0
-        last = len(group.prompt) + len(known.token_ids) + len(segment.token_ids) - 1
-        starts[place, sample], counts[place, sample] = total, last - first if segment.token_ids else 0
-        total += counts[place, sample]
-    whole = sizes.nothing(total)
-    for row, segment in own.items():
-        if segment.experts is not None:
-            whole[starts[row] : starts[row] + counts[row]] = segment.experts
-    # as bytes, of which one rank at most has one that is not 0
-    told = exchange.sum(whole.view(torch.uint8).to(exchange.device)).cpu().view(sizes.dtype)
-    parts = told.split(list(counts.values()))
-    return {
-        row: replace(segment, experts=part if counts[row] else None)
-        for (row, segment), part in zip(segments.items(), parts, strict=True)
-    }
+        has_experts = len(group.prompt) + len(known.token_ids) - 1 if known.token_ids else 0
+        number = len(group.prompt) + len(known.token_ids) + len(segment.token_ids) - 1 - has_experts
+        experts = own[place, sample].experts if (place, sample) in own else None
+        piece = RecordedPiece(made_by[place], number, experts) if segment.token_ids else None
+        found[place, sample] = replace(segment, piece=piece)
+    return found

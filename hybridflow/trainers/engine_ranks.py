@@ -28,9 +28,9 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.engine_report import EngineReport
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.roles.generator import AskedResponses, Generator
+from hybridflow.roles.generator import Generator
 from hybridflow.rollout.engine import Response
-from hybridflow.rollout.generation import RowResponses
+from hybridflow.rollout.generation import AskedResponses, RowResponses
 from hybridflow.rollout.routing_records import RoutingRecords
 
 STEPS = 16  # of the engine between two looks whether the run ends

@@ -23,10 +23,10 @@ from hybridflow.models.micro_batch import padding, prediction_micro_batches
 from hybridflow.models.routing import RoutingSizes, as_record, is_recorded, replayed, routing_of
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.partial import PartialGroup, PartialRow, Segment, UnderWay, experts_of_groups
+from hybridflow.rollout.partial import PartialGroup, PartialRow, ReplicaWork, Segment, UnderWay, pieces_of_groups
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
-from hybridflow.rollout.routing_records import Recorded, RoutingRecords
-from hybridflow.rollout.segments import with_experts
+from hybridflow.rollout.routing_records import Recorded, RecordedPiece, RoutingRecords
+from hybridflow.rollout.segments import with_pieces
 from tests.worlds import world_of_one
 
 NUM_LAYERS, CHOSEN, LENGTHS = 6, 4, (7, 12, 9, 7, 11, 10)
@@ -99,12 +99,12 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
     watched = NothingWider(sizes, len(batch.input_ids))
     with watched:
         recorder, layout = ReturnedRouting(sizes), Layout(1, 1, 1, (0,))
-        own = {}
+        own = []
         for row, found in enumerate(returned):
             output: Any = mock.Mock(routed_experts=found.view(Guarded))
-            own[row] = recorder.experts(f"{row}", output, LENGTHS[row] - 1)
+            own.append([RecordedPiece(0, LENGTHS[row], recorder.experts(f"{row}", output, LENGTHS[row] - 1))])
         records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
-        kept = records.keep(batch, Recorded(own, [0] * 6, RolloutLayout(1, 1, ((0,),)), (layers,)), 1)
+        kept = records.keep(batch, Recorded(own, RolloutLayout(1, 1, ((0,),)), (layers,)), 1)
         epochs = epochs_of_mini_batches(batch.prompt_indices, 1, update=update, seed=1, varies=False)
         records.move(kept, epochs)
         made = []
@@ -143,18 +143,27 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
 def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> None:
     """A row that goes on: the experts of tokens that have some already do not travel again."""
     sizes = sizes_of(num_experts)
-    first, second = chosen_experts(6, sizes), chosen_experts(9, sizes)
-    second[:6] = first
+    second, layout, layers = chosen_experts(9, sizes), Layout(1, 1, 1, (0,)), tuple(range(NUM_LAYERS))
+    parts = [[4] * 4, [5] * 3], torch.from_numpy(second).split([6, 3])  # a prompt of three tokens, and two segments
     under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [PartialRow()])])
+    records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
+    lengths, prompts = torch.tensor([10]), torch.tensor([3])
+    mask, one = response_mask(lengths, prompts), torch.zeros(1, dtype=torch.int64)
+    batch = RolloutBatch(torch.arange(10), lengths, prompts, one, one.bool(), mask, torch.zeros(10))
     watched = NothingWider(sizes, 10)
     with watched:
-        for token_ids, found in (([4] * 4, torch.from_numpy(first)), ([5] * 3, torch.from_numpy(second)[6:])):
+        for token_ids, found in zip(*parts, strict=True):
             segment = Segment(token_ids, [-1.0] * len(token_ids), 1)
             own = {(0, 0): Segment(token_ids, segment.log_probs, 1, experts=found)}
-            under_way.add(with_experts(under_way, {(0, 0): segment}, own, sizes, exchange), 0)
-        whole = experts_of_groups(under_way.groups, sizes)
+            work = [ReplicaWork((0,), 1, frozenset())]
+            under_way.add(with_pieces(under_way, {(0, 0): segment}, own, work), 0)
+        engines = RolloutLayout(1, 1, ((0,),))
+        kept = records.keep(batch, Recorded(pieces_of_groups(under_way.groups), engines, (layers,)))
+        of_file = records.of_file(Recorded(under_way.pieces(), engines, (layers,)))
+        whole = records.of_rows(kept, [0]).for_tokens(torch.arange(10)).experts
     assert not watched.wide and watched.narrow > 5
     assert whole.dtype == sizes.dtype and whole[:-1].tolist() == second.tolist() and not whole[-1].long().any()
+    assert of_file is not None and of_file.dtype == sizes.dtype and of_file.tolist() == second.tolist()
 
 
 @each_type
@@ -183,8 +192,31 @@ def test_a_file_of_former_versions_has_the_same_experts(tmp_path: Any) -> None:
     read = load_file(tmp_path / "file")
     assert read["old"].dtype == torch.int16 and read["new"].dtype == torch.uint16
     assert torch.equal(as_record(read["old"]), found) and torch.equal(as_record(read["new"]), found)
-    group = PartialGroup(0, 0, 1, [1, 2, 3], [PartialRow([4] * 7, [0.0] * 7, [0] * 7, 1, experts=found, flags=[1] * 7)])
+    group = PartialGroup(0, 0, 1, [1, 2, 3], [PartialRow([4] * 7, [0.0] * 7, [0] * 7, 1, flags=[1] * 7)])
     tensors = UnderWay([group]).tensors()
     for dtype in (torch.int16, torch.uint16):
-        again = UnderWay.of_tensors({**tensors, "routed_experts": tensors["routed_experts"].view(dtype)})
-        assert torch.equal(again.groups[0].rows[0].experts, found)
+        again = UnderWay.of_tensors({**tensors, "routed_experts": found.view(dtype)})
+        [[piece]] = again.pieces()
+        assert (piece.made_by, piece.num_tokens) == (0, 9) and torch.equal(piece.experts, found)
+
+
+def test_the_recorders_of_all_replicas_take_turns_with_the_rows_of_a_file() -> None:
+    """A row that has no token yet has no experts."""
+    sizes, lengths = sizes_of(300), (7, 0, 4, 5)
+    experts = torch.from_numpy(chosen_experts(sum(length + 2 for length in lengths if length), sizes))
+    rows = [PartialRow([4] * n, [0.0] * n, [0] * n, 1, flags=[1] * n) for n in lengths]
+    tensors = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], rows)]).tensors() | {"routed_experts": experts}
+    parts = iter(experts.split([9, 6, 7]))
+    expected = [next(parts) if length else None for length in lengths]
+    for recorder in (0, 1, None):
+        pieces = UnderWay.of_tensors(tensors, num_replicas=2, recorder=recorder).pieces()
+        assert [[(piece.made_by, piece.num_tokens) for piece in its] for its in pieces] == [
+            [(0, 9)],
+            [],
+            [(1, 6)],
+            [(0, 7)],
+        ]
+        for its, whole in zip(pieces, expected, strict=True):
+            for piece in its:
+                assert (piece.experts is not None) == (piece.made_by == recorder)
+                assert piece.experts is None or torch.equal(piece.experts, whole)

@@ -17,7 +17,7 @@ from hybridflow.models.routing import RoutingSizes, replayed
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.routing import ReturnedRouting
-from hybridflow.rollout.routing_records import Recorded, RoutingRecords
+from hybridflow.rollout.routing_records import Recorded, RecordedPiece, RoutingRecords
 from tests.launch import run_ranks
 from tests.rollout.responses import responses_of
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
@@ -97,9 +97,8 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
     ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
     exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
     records = RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
-    recorded = Recorded(
-        {row: its.experts for row, its in enumerate(responses)}, [0, 0], RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),)
-    )
+    pieces = [[RecordedPiece(0, length, its.experts)] for length, its in zip([4, 6], responses, strict=True)]
+    recorded = Recorded(pieces, RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),))
     kept = records.keep(batch_of(ids, [4, 6]), recorded)
     found = records.of_rows(kept, [0, 1]).for_tokens(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()

@@ -1,6 +1,6 @@
 """The engine's experts on their way: which rank has those of which row and layer, and how many bytes went where."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,7 @@ from hybridflow.flows.mini_batches import epochs_of_mini_batches
 from hybridflow.models.prompt_groups import replica_rows, rows_that_stay
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.routing_records import MiniBatches, Recorded, RoutingRecords
+from hybridflow.rollout.routing_records import MiniBatches, Recorded, RecordedPiece, RoutingRecords
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup, on_ranks
 
 NUM_RANKS, NUM_LAYERS, CHOSEN = 4, 4, 2
@@ -55,21 +55,26 @@ def experts_of(batch: RolloutBatch, sizes: RoutingSizes, seed: int) -> Tensor:
     return experts.to(sizes.dtype)
 
 
-def recorded_by(rank: int, batch: RolloutBatch, experts: Tensor, engines: RolloutLayout) -> Recorded:
-    """As the engine's ranks tell: rows in turn to the replicas, each stage its layers, other ranks nothing."""
-    half = NUM_LAYERS // 2
+def recorded_by(
+    rank: int, batch: RolloutBatch, experts: Tensor, engines: RolloutLayout, most_pieces: int = 1
+) -> Recorded:
+    """As the engine's ranks tell: pieces in turn to the replicas, each stage its layers, other ranks nothing.
+
+    A row's last token has no record, but counts to the row's last piece.
+    """
+    half, rows = NUM_LAYERS // 2, []
     stages = ((0, 1, 2, 3),) if engines.pp == 1 else (tuple(range(half)), tuple(range(half, NUM_LAYERS)))
-    made_by = [row % len(engines.replicas) for row in range(len(batch))]
-    own = {}
-    if rank in engines and engines.coordinates(rank).tp == 0:
-        at = engines.coordinates(rank)
-        for row in [row for row, replica in enumerate(made_by) if replica == at.replica]:
-            its = of_row(batch, experts, row)[:-1].clone()
-            for layer in range(NUM_LAYERS):
-                if layer not in stages[at.pp]:
+    for row in range(len(batch)):
+        parts, pieces = of_row(batch, experts, row).tensor_split(1 + row % most_pieces), list[RecordedPiece]()
+        for number, part in enumerate(parts):
+            made_by, its = (row + number) % len(engines.replicas), None
+            if rank in engines and engines.coordinates(rank)[::2] == (made_by, 0):
+                its = part[: len(part) - (number == len(parts) - 1)].clone()
+                for layer in set(range(NUM_LAYERS)) - set(stages[engines.coordinates(rank).pp]):
                     its[:, layer] = 0
-            own[row] = its
-    return Recorded(own, made_by, engines, stages)
+            pieces.append(RecordedPiece(made_by, len(part), its))
+        rows.append(pieces)
+    return Recorded(rows, engines, stages)
 
 
 def of_row(batch: RolloutBatch, experts: Tensor, row: int) -> Tensor:
@@ -124,12 +129,18 @@ def check_rows(world: World, actor: Layout, batch: RolloutBatch, experts: Tensor
 
 @pytest.mark.parametrize("engines", ENGINES)
 @pytest.mark.parametrize("actor", ACTORS)
-@pytest.mark.parametrize("dtype", SIZES)
-def test_a_rank_has_the_rows_and_layers_that_it_trains_on(actor: str, engines: str, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "most_pieces"), [("uint8", 1), ("uint16", 1), ("uint8", 3), ("uint16", 3)])
+def test_a_rank_has_the_rows_and_layers_that_it_trains_on(
+    actor: str, engines: str, dtype: str, most_pieces: int
+) -> None:
+    """Also of rows whose segments several replicas have generated."""
     layout, sizes, batch = ACTORS[actor], SIZES[dtype], rollout()
     world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
     kept = on_ranks(
-        NUM_RANKS, lambda rank: world.records[rank].keep(batch, recorded_by(rank, batch, experts, ENGINES[engines]))
+        NUM_RANKS,
+        lambda rank: world.records[rank].keep(
+            batch, recorded_by(rank, batch, experts, ENGINES[engines], most_pieces=most_pieces)
+        ),
     )
     assert all(torch.equal(its.record_ids, torch.arange(9)) for its in kept)
     of_replicas, per_token = replica_rows(batch, layout.dp), NUM_LAYERS * CHOSEN * sizes.dtype.itemsize
@@ -142,6 +153,42 @@ def test_a_rank_has_the_rows_and_layers_that_it_trains_on(actor: str, engines: s
     whole = int(batch.lengths.sum()) * per_token
     assert sum(world.sent.values()) <= whole * layout.tp, "each byte goes to one replica, once to each of its copies"
     assert check_rows(world, layout, kept[0], experts) == of_replicas
+
+
+def test_a_piece_that_the_engine_has_lost_is_without_experts() -> None:
+    """As where a request waits for blocks of the cache when the engine stops."""
+    layout, sizes, batch = ACTORS["tp"], SIZES["uint8"], rollout()
+    world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
+
+    def recorded(rank: int) -> Recorded:
+        whole = recorded_by(rank, batch, experts, ENGINES["two"], most_pieces=3)
+        lost = [[pieces[0], replace(pieces[1], experts=None), *pieces[2:]] for pieces in whole.rows if len(pieces) > 1]
+        rows = iter(lost)
+        return replace(whole, rows=[next(rows) if len(pieces) > 1 else pieces for pieces in whole.rows])
+
+    for row in range(len(batch)):
+        part = of_row(batch, experts, row).tensor_split(1 + row % 3)
+        if len(part) > 1:
+            part[1].zero_()
+    found = on_ranks(NUM_RANKS, lambda rank: world.records[rank].of_file(recorded(rank)))
+    assert found[0] is not None and torch.equal(found[0], experts)
+    kept = on_ranks(NUM_RANKS, lambda rank: world.records[rank].keep(batch, recorded(rank)))
+    check_rows(world, layout, kept[0], experts)
+
+
+@pytest.mark.parametrize("engines", ENGINES)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_a_file_has_the_pieces_of_rows_under_way(engines: str, dtype: str) -> None:
+    """Rank 0 alone has them, whoever recorded them."""
+    sizes, batch = SIZES[dtype], rollout()
+    world, experts = world_of(ACTORS["tp"], sizes), experts_of(batch, sizes, seed=1)
+    found = on_ranks(
+        NUM_RANKS,
+        lambda rank: world.records[rank].of_file(recorded_by(rank, batch, experts, ENGINES[engines], most_pieces=3)),
+    )
+    assert found[0] is not None and torch.equal(found[0], experts) and found[1:] == [None] * 3
+    assert all(target == 0 for _, target in world.sent)
+    assert sum(world.sent.values()) <= experts.nbytes
 
 
 def halves(prompt_indices: Tensor, iteration: int, epochs: int = 2) -> list[list[Tensor]]:
