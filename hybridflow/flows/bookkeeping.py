@@ -132,6 +132,11 @@ class Bookkeeping:
         if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
             self.roles.actor.records.move(batch, epochs)
 
+    def settle_records(self, batch: RolloutBatch, iteration: int) -> None:
+        """Engine's experts go where this batch needs them, now that the batch is chosen."""
+        if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
+            self.roles.actor.records.settle(batch, iteration)
+
     def note_rows(self, rows: Tensor) -> None:
         """Record that the optimizer steps since the last call used these rows of the batch."""
         for role in self.roles.trained():

@@ -24,7 +24,8 @@ from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.generation import check_rows
 from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, pieces_of_groups, rollout_of_groups
-from hybridflow.rollout.routing_records import EXPERTS, RecordedPiece, RoutingRecords
+from hybridflow.rollout.recorded import RecordedPiece
+from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 
 CACHE = "kv_cache_bytes"
 _Kept = tuple[dict[str, Tensor], list[list[RecordedPiece]]]  # tensors of a file, and the engine's experts of each row

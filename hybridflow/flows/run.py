@@ -141,6 +141,7 @@ class Run(IterationData):
             raise FlowError("the flow calls run.take: a run on the rows of files chooses no prompts")
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._book.prompts_at(prompt_rows)
+        self._book.settle_records(rollout, self.iteration)
 
     def scores(self, rollout: RolloutBatch) -> Scores:
         """(N,) weighted sums of reward models and functions, before penalties, normalisation and clipping."""

@@ -48,7 +48,7 @@ from hybridflow.rollout.generation import (
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
-from hybridflow.rollout.routing_records import Recorded, RecordedPiece
+from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.segments import replica_segments, whole_segments, with_pieces
 from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts

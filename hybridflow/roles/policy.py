@@ -118,10 +118,11 @@ class Actor(TrainedRole):
         world: RunContext,
         routing: RoutingSizes | None = None,
         mini_batches: MiniBatches | None = None,
+        of_rollouts: bool = True,
         trains: bool = True,
     ) -> None:
-        """routing: the actor takes the engine's experts where a batch has records of them. mini_batches: of these
-        records, see `RoutingRecords`."""
+        """routing: the actor takes the engine's experts where a batch has records of them. mini_batches, of_rollouts:
+        of these records, see `RoutingRecords`."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
@@ -140,6 +141,7 @@ class Actor(TrainedRole):
                 trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
                 mini_batches=mini_batches,
+                of_rollouts=of_rollouts,
             )
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:

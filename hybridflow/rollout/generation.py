@@ -32,7 +32,7 @@ from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
-from hybridflow.rollout.routing_records import RecordedPiece
+from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.turns import TurnTaking
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand

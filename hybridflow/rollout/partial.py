@@ -23,7 +23,8 @@ from hybridflow.models.routing import as_record
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
-from hybridflow.rollout.routing_records import EXPERTS, RecordedPiece
+from hybridflow.rollout.recorded import RecordedPiece
+from hybridflow.rollout.routing_records import EXPERTS
 
 RUNNING, ENDED, CUT = 0, 1, 2  # of a row
 

@@ -17,7 +17,7 @@ from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.generation import flat
 from hybridflow.rollout.partial import CUT, ENDED, RUNNING, ReplicaWork, Segment, UnderWay
-from hybridflow.rollout.routing_records import RecordedPiece
+from hybridflow.rollout.recorded import RecordedPiece
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams

@@ -28,7 +28,6 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import Critic, RewardModel
-from hybridflow.rollout.routing_records import MiniBatches
 from hybridflow.trainers.environments import environments_of
 
 
@@ -90,7 +89,13 @@ def build_roles(
         temperature=temperature,
         world=world,
         routing=placed.routing,
-        mini_batches=_mini_batches(config),
+        mini_batches=partial(
+            epochs_of_mini_batches,
+            update=config.algorithm.update,
+            seed=config.seed,
+            varies=config.sampling.samples.varies,
+        ),
+        of_rollouts=getattr(config.algorithm, "dynamic_sampling", None) is None,
         trains=trains,
     )
     critic = None
@@ -116,15 +121,6 @@ def build_roles(
             environment=config.data.environment,
         )
     return Roles(actor, critic, reference, scorer)
-
-
-def _mini_batches(config: ExperimentConfig) -> MiniBatches | None:
-    """Those of a rollout, where the rollout alone is the batch."""
-    algorithm = config.algorithm
-    if getattr(algorithm, "dynamic_sampling", None) is not None:
-        return None
-    varies = config.sampling.samples.varies
-    return partial(epochs_of_mini_batches, update=algorithm.update, seed=config.seed, varies=varies)
 
 
 def build_generator(placed: PlacedRun, roles: Roles, inputs: Inputs, world: RunContext) -> Generator:

@@ -30,6 +30,10 @@ STAGES = [
     "actor.pipeline_parallel_size=2",
     "rollout.pipeline_parallel_size=2",
 ]
+GROUPS = [
+    *(REPLAY, *STAGES[:2], "algorithm.dynamic_sampling={max_generation_rounds: 3}", "sampling.samples_per_prompt=6"),
+    "reward={functions: [{function: tests.flows.dynamic_rewards:first_is_a_digit}]}",
+]
 RUNS: dict[str, list[str]] = {
     "own": [],
     "replayed": [REPLAY],
@@ -38,7 +42,7 @@ RUNS: dict[str, list[str]] = {
     "engine log-probs": [REPLAY, "algorithm.policy.old_log_probs=engine"],
     "stages": [REPLAY, *STAGES],
     "two replicas": [REPLAY, *STAGES[:2]],
-    "groups that differ": [REPLAY, *STAGES[:2], "algorithm.dynamic_sampling={max_generation_rounds: 2}"],
+    "groups that differ": GROUPS,
 }
 
 
@@ -80,6 +84,8 @@ def main(config: Path, out: Path) -> None:
 
     for name, overrides in RUNS.items():
         fit(name, *overrides, "metrics.dump_batches=true")
+    fit("groups resumed", *GROUPS, "metrics.dump_batches=true", "num_iterations=1")
+    fit("groups resumed", *GROUPS, "metrics.dump_batches=true")
     fit("two epochs", *EPOCHS)
     fit("two epochs own", *EPOCHS[1:])
     fit("kept", REPLAY, "checkpoint.max_hours=1e-9", "checkpoint.save_rollout=true")

@@ -87,10 +87,21 @@ def test_a_record_crosses_once_for_two_epochs_of_two_mini_batches(results: dict[
     assert all(metrics["messages"] == metrics["crossed"] == 0 for metrics in results["two epochs own"])
 
 
-def test_with_dynamic_sampling_records_move_before_the_first_step(results: dict[str, Any]) -> None:
-    """A batch is of several rounds there, and nobody knows its mini-batches before; a dump is one exchange more."""
+def test_with_dynamic_sampling_records_travel_when_the_batch_is_chosen(results: dict[str, Any]) -> None:
+    """Once, of however many rounds the batch is; a dump is one exchange more."""
+    assert any(metrics["rollout/generation_rounds"] > 1 for metrics in results["groups that differ"])
     for metrics in results["groups that differ"]:
-        assert metrics["messages"] == metrics["rollout/generation_rounds"] + 2
+        assert metrics["messages"] == 2
+
+
+def test_a_resumed_run_has_the_experts_of_groups_from_before(runs: Path, results: dict[str, Any]) -> None:
+    assert results["groups that differ"][0]["rollout/groups_surplus"] > 0
+    whole, resumed = (sorted((runs / name / "batches").iterdir()) for name in ("groups-that-differ", "groups-resumed"))
+    assert len(whole) == len(resumed) == len(results["groups that differ"]) > len(results["groups resumed"])
+    for ours, theirs in zip(whole, resumed, strict=True):
+        expected, found = load_file(ours), load_file(theirs)
+        assert "routed_experts" in expected and expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -24,8 +24,9 @@ from hybridflow.models.routing import RoutingSizes, as_record, is_recorded, repl
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.partial import PartialGroup, PartialRow, ReplicaWork, Segment, UnderWay, pieces_of_groups
+from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
-from hybridflow.rollout.routing_records import Recorded, RecordedPiece, RoutingRecords
+from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.rollout.segments import with_pieces
 from tests.worlds import world_of_one
 

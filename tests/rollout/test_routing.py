@@ -16,8 +16,9 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes, replayed
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting
-from hybridflow.rollout.routing_records import Recorded, RecordedPiece, RoutingRecords
+from hybridflow.rollout.routing_records import RoutingRecords
 from tests.launch import run_ranks
 from tests.rollout.responses import responses_of
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS

@@ -13,7 +13,8 @@ from hybridflow.flows.mini_batches import epochs_of_mini_batches
 from hybridflow.models.prompt_groups import replica_rows, rows_that_stay
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.routing_records import MiniBatches, Recorded, RecordedPiece, RoutingRecords
+from hybridflow.rollout.recorded import Recorded, RecordedPiece
+from hybridflow.rollout.routing_records import EXPERTS, MiniBatches, RoutingRecords
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup, on_ranks
 
 NUM_RANKS, NUM_LAYERS, CHOSEN = 4, 4, 2
@@ -89,7 +90,9 @@ class World:
     sent: dict[tuple[int, int], int]
 
 
-def world_of(actor: Layout, sizes: RoutingSizes, mini_batches: MiniBatches | None = None) -> World:
+def world_of(
+    actor: Layout, sizes: RoutingSizes, mini_batches: MiniBatches | None = None, of_rollouts: bool = True
+) -> World:
     sent: dict[tuple[int, int], int] = {}
     whole = SimulatedGroup(range(NUM_RANKS), sent)
     alike = {rank: SimulatedGroup(ranks, sent) for ranks in actor.groups("dp") for rank in ranks}
@@ -102,6 +105,7 @@ def world_of(actor: Layout, sizes: RoutingSizes, mini_batches: MiniBatches | Non
             world=SimulatedExchange(whole, rank),  # type: ignore[arg-type]
             replicas=SimulatedExchange(alike[rank], rank) if rank in actor else None,  # type: ignore[arg-type]
             mini_batches=mini_batches,
+            of_rollouts=of_rollouts,
         )
         for rank in range(NUM_RANKS)
     ]
@@ -216,6 +220,75 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
         some, own = kept.select(rows), torch.cat([of_row(batch, experts, row) for row in rows.tolist()])
         check_rows(world, layout, some, own)
     assert world.sent == sent
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+@pytest.mark.parametrize("engines", ENGINES)
+def test_records_of_several_rollouts_wait_until_the_batch_is_chosen(actor: str, engines: str) -> None:
+    """Those of chosen rows go to their owners, once; others stay for the next batch, or are forgotten unsent."""
+    layout, sizes, batch = ACTORS[actor], SIZES["uint8"], rollout()
+    world, more = world_of(layout, sizes, halves, of_rollouts=False), rollout(first=2)
+    experts = [experts_of(each, sizes, seed=seed) for seed, each in enumerate((batch, more))]
+    kept = [
+        on_ranks(
+            NUM_RANKS,
+            lambda rank, each=each, its=its: world.records[rank].keep(
+                each, recorded_by(rank, each, its, ENGINES[engines]), iteration=1
+            ),
+        )[0]
+        for each, its in zip((batch, more), experts, strict=True)
+    ]
+    assert not world.sent and not any(kept_bytes(records) for records in world.records)
+    rows, per_token = [torch.tensor([0, 1, 2, 6, 7, 8]), torch.tensor([3, 4, 5])], NUM_LAYERS * CHOSEN
+    chosen = joined(*(each.select(some) for each, some in zip(kept, rows, strict=True)))
+    chosen = replace(chosen, prompt_indices=torch.arange(3).repeat_interleave(3))
+    own = torch.cat(
+        [of_row(each, its, row) for each, its, some in zip(kept, experts, rows, strict=True) for row in some.tolist()]
+    )
+    rest = more.select(torch.tensor([0, 1, 2])), kept[1].select(torch.tensor([0, 1, 2]))
+    whole = int(chosen.lengths.sum()) * per_token * layout.tp
+
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(chosen, 1))
+    sent = dict(world.sent)
+    assert sum(sent.values()) <= whole == sum(kept_bytes(records) for records in world.records)
+    assert check_rows(world, layout, chosen, own) == rows_that_stay(chosen, layout.dp, halves(chosen.prompt_indices, 1))
+    for step in ("settle", "move"):
+        on_ranks(
+            NUM_RANKS,
+            lambda rank, step=step: (
+                world.records[rank].settle(chosen, 1)
+                if step == "settle"
+                else world.records[rank].move(chosen, halves(chosen.prompt_indices, 1))
+            ),
+        )
+    assert world.sent == sent, "they are there by now"
+
+    files = on_ranks(NUM_RANKS, lambda rank: world.records[rank].portable(rest[1].tensors()))
+    expected = torch.cat([of_row(more, experts[1], row) for row in range(3)])
+    assert torch.equal(files[0][EXPERTS], expected) and not any(EXPERTS in its for its in files[1:])
+    for records in world.records:
+        records.keep_only(rest[1].record_ids)
+        assert not records._kept and len(records._waiting) == 3
+    world.sent.clear()
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(rest[1], 2))
+    assert sum(world.sent.values()) <= int(rest[0].lengths.sum()) * per_token * layout.tp
+    check_rows(world, layout, rest[1], expected)
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_a_batch_of_a_file_and_a_rollout_settles(actor: str) -> None:
+    """As of a run that goes on with groups from before."""
+    layout, sizes, batch, more = ACTORS[actor], SIZES["uint8"], rollout(), rollout(first=1)
+    world = world_of(layout, sizes, halves, of_rollouts=False)
+    experts = [experts_of(each, sizes, seed=seed) for seed, each in enumerate((batch, more))]
+    taken, *_ = [records.take(batch, experts[0]) for records in world.records]
+    made = on_ranks(
+        NUM_RANKS, lambda rank: world.records[rank].keep(more, recorded_by(rank, more, experts[1], ENGINES["four"]))
+    )[0]
+    whole = replace(joined(taken, made), prompt_indices=torch.arange(6).repeat_interleave(3))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(whole, 4))
+    found = check_rows(world, layout, whole, torch.cat(experts))
+    assert found == rows_that_stay(whole, layout.dp, halves(whole.prompt_indices, 4))
 
 
 @pytest.mark.parametrize("actor", ACTORS)
