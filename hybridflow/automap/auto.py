@@ -120,7 +120,12 @@ def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[st
     """The tightest constraint, and the least that would fit."""
     room = gib(request.memory_bytes)
     lines = [f"no layout fits on {counted(request.world_size)} of {what} with room for {room} GiB a rank"]
-    if least.plan is None:
+    if request.memory_bytes <= 0:
+        lines.append(
+            "nothing is left of a rank's memory: `hybridflow plan --memory-gib`, or device_profile in the config, "
+            "plans for another machine"
+        )
+    elif least.plan is None:
         lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
     else:
         fullest = least.plan.fullest

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
         resolve(tree(**AUTO), "x.yaml", 2, facts(20_000))
     assert "no layout fits on 2 ranks of round devices" in str(error.value)
     assert "the least is " in str(error.value)
+
+
+def test_a_device_without_room_names_the_ways_to_plan_for_another() -> None:
+    """As of a host whose memory many ranks share: a margin for each is more than all of it."""
+    with pytest.raises(ConfigError, match=r"nothing is left of a rank's memory: .*--memory-gib.* device_profile"):
+        resolve(tree(**AUTO), "x.yaml", 2, replace(facts(), margin_bytes=facts().memory_bytes + 1))
 
 
 def test_another_error_of_the_config_is_told_before() -> None:
