@@ -43,7 +43,8 @@ def summary(plan: SearchedPlan) -> dict[str, str]:
         layout, config = model.layout, model.config
         chunks = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
         split = (f" ep {layout.ep}" if layout.ep > 1 else "") + (" sp" if config.sequence_parallel else "")
-        found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks} x dp {layout.dp}"
+        context = f" x cp {layout.cp}" if layout.cp > 1 else ""
+        found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks}{context} x dp {layout.row_shares}"
     if isinstance(plan.placed, PlacedFixed):
         return found
     rollout = plan.placed.rollout

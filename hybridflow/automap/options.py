@@ -231,7 +231,7 @@ class Options:
                 layout.chunks(self.specs[name].num_layers)
             except ValueError:  # the layers do not go up in the stages
                 continue
-            if isinstance(given, TrainedRoleConfig) and layout.dp > self._fewest_rows():
+            if isinstance(given, TrainedRoleConfig) and layout.row_shares > self._fewest_rows():
                 continue
             for changes in self._ways(name, given, layout):
                 yield resized.model_copy(update=changes), layout
@@ -297,7 +297,7 @@ class Options:
     def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
         """Micro-batches of some of the longest sequences, up to all that a replica has; and what the config says."""
         longest = longest_sequence(self.config)
-        rows = ceil(rows_together(self.config, given) / layout.dp)
+        rows = ceil(rows_together(self.config, given) / layout.row_shares)
         found = {longest * min(count, rows) for count in SEQUENCES}
         if longest <= given.micro_batch_tokens <= longest * rows:
             found.add(given.micro_batch_tokens)

@@ -257,7 +257,7 @@ def forward_cost(
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
     grid = (layout.cut, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
-    how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
+    how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens, layout.cp)
     where = (hosts_of(layout, "tp", device), hosts_of(layout, "pp", device))
     key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
     return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
@@ -266,7 +266,7 @@ def forward_cost(
 def _forward_cost(
     spec: ModelSpec, layout: Layout, config: RoleConfig, rows: MeanRows, device: Device, *, head: Head, units: int
 ) -> Cost:
-    count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
+    count, mb = _passes(replace(rows, number=rows.number / units), config, layout)
     count *= units
     if not count:
         return Cost()
@@ -284,7 +284,7 @@ def update_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
     """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
-    own = rows.split(layout.dp)
+    own = rows.split(layout.row_shares)
     gradients = gradient_cost(spec, layout, config, own, device, head=head)
     reduced = reduction_cost(spec, layout, config, device, head=head)
     if device.profile.shared is None:  # while the last micro-batch runs backward, two thirds of the seconds
@@ -296,8 +296,11 @@ def update_cost(
 def gradient_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
-    """One replica adds up the gradients of `rows`, at least of one micro-batch. Loads are of one replica."""
-    count, mb = passes(rows, config.micro_batch_tokens)
+    """One replica adds up the gradients of `rows`, at least of one micro-batch. Loads are of one replica.
+
+    With context parallelism: of one of the ranks that share tokens, each of which has its part of every row.
+    """
+    count, mb = _passes(rows, config, layout)
     model = model_of(spec, layout, config, device, head=head)
     overhead = device.overhead(2 * device.profile.overheads.micro_batch, busy=layout.tp)
     layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
@@ -320,6 +323,12 @@ def gradient_cost(
         for (layers, is_last), elements in dict.fromkeys(parts)
     }
     return pipelined([stages[part] for part in parts], max(count, 1), chunks=layout.vpp)
+
+
+def _passes(rows: MeanRows, config: RoleConfig, layout: Layout) -> tuple[int, Pass]:
+    """Micro-batches, and what a rank has of the mean one: ranks that share tokens have nearly equal parts."""
+    count, mb = passes(rows, config.micro_batch_tokens)
+    return count, Pass(mb.tokens / layout.cp, mb.outputs / layout.cp, mb.pairs / layout.cp)
 
 
 def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:

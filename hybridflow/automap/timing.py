@@ -187,7 +187,7 @@ def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Devi
     in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
     micro-batches of its own, also of those that are scored later.
     """
-    rows = scored_rows(model.name, config, work).split(model.layout.dp)
+    rows = scored_rows(model.name, config, work).split(model.layout.row_shares)
     units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 

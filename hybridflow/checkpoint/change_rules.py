@@ -47,7 +47,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "platform MODEL.tensor_parallel_size MODEL.pipeline_parallel_size MODEL.virtual_pipeline_parallel_size "
         "MODEL.num_layers_in_first_pipeline_stage MODEL.num_layers_in_last_pipeline_stage MODEL.data_parallel_size "
         "MODEL.expert_parallel_size MODEL.expert_tensor_parallel_size MODEL.sequence_parallel MODEL.ranks "
-        "MODEL.micro_batch_tokens MODEL.token_dispatcher",
+        "MODEL.micro_batch_tokens MODEL.token_dispatcher MODEL.context_parallel_size",
         FREE,
         FREE,
         "the same mathematics, summed in another order: equal up to rounding",

@@ -407,12 +407,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.sequence_parallel", "sequence_parallel", ""),
     ("ROLE.virtual_pipeline_parallel_size", "virtual_pipeline_model_parallel_size", "chunks a stage"),
     ("ROLE.data_parallel_size", "dp_size", "by default what is left of the ranks"),
-    (
-        "",
-        "context_parallel_size ulysses_sequence_parallel_size ring_attn_size sp_size",
-        "there is none here: a sequence lies on one replica; ROLE.sequence_parallel splits what tensor parallelism "
-        "leaves whole",
-    ),
+    ("ROLE.context_parallel_size", "ulysses_sequence_parallel_size ring_attn_size sp_size", "keys are gathered"),
     ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
     ("ROLE.expert_tensor_parallel_size", "expert_tensor_parallel_size", ""),
     (

@@ -6,6 +6,7 @@ ranks: "0-7,12"    the ranks 0 to 7 and 12: inclusive intervals and single ranks
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from hybridflow.errors import ConfigError
@@ -72,20 +73,22 @@ def check_ranks(key: str, given: Ranks | None, world_size: int) -> Ranks:
     return given
 
 
-def check_sizes(role: str, sizes: tuple[int, int, int | None], given: Ranks | None, ranks: Ranks) -> None:
-    """Tensor x pipeline x data parallel sizes (data parallel: None for what is left) are as many as the ranks."""
-    tp, pp, dp = sizes
-    count = len(ranks)
+def check_sizes(role: str, sizes: Mapping[str, int], dp: int | None, given: Ranks | None, ranks: Ranks) -> None:
+    """Tensor, pipeline, context and data parallel sizes are as many as the ranks.
+
+    sizes: by key, without dp, which is None for what is left.
+    """
+    count, each = len(ranks), prod(sizes.values())
+    names, numbers = " x ".join(sizes), " x ".join(map(str, sizes.values()))
     where = "ranks of the run" if given is None else f"ranks of {role}.ranks = {shown(given)}"
-    if dp is None and count % (tp * pp):
+    if dp is None and count % each:
         raise ConfigError(
-            f"{role}: tensor_parallel_size x pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide the "
-            f"{count} {where}: {count} = {count // (tp * pp)} x {tp * pp} + {count % (tp * pp)}"
+            f"{role}: {names} = {numbers} = {each} does not divide the {count} {where}: "
+            f"{count} = {count // each} x {each} + {count % each}"
         )
-    if dp is not None and tp * pp * dp != count:
+    if dp is not None and each * dp != count:
         raise ConfigError(
-            f"{role}: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = {tp} x {pp} x {dp} = "
-            f"{tp * pp * dp}, but there are {count} {where}"
+            f"{role}: {names} x data_parallel_size = {numbers} x {dp} = {each * dp}, but there are {count} {where}"
         )
 
 

@@ -78,6 +78,8 @@ class LayoutConfig(Section):
     """Layers of the first stage. null: as many as in the other stages."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last stage. null: as many as in the other stages."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each sequence, each with all of the model. 1: no context parallelism."""
     data_parallel_size: PositiveInt | None = None
     """Replicas of the model. null: as many as the ranks allow."""
     expert_parallel_size: PositiveInt = 1
@@ -131,9 +133,11 @@ class LayoutConfig(Section):
     def layout(self, name: str, world_size: int) -> Layout:
         """The role's layout among `world_size` ranks. Errors: ConfigError unless the layout fills the role's ranks."""
         ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
-        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
-        check_sizes(name, sizes, self.ranks, ranks)
-        self._check_copies(name, len(ranks) // (sizes[0] * sizes[1]))
+        sizes = {key: getattr(self, key) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
+        if self.context_parallel_size > 1:
+            sizes["context_parallel_size"] = self.context_parallel_size
+        check_sizes(name, sizes, self.data_parallel_size, self.ranks, ranks)
+        self._check_copies(name, len(ranks) // (self.tensor_parallel_size * self.pipeline_parallel_size))
         return self.layout_on(ranks)
 
     def _check_copies(self, name: str, dp: int) -> None:
@@ -154,6 +158,7 @@ class LayoutConfig(Section):
             tp=tp,
             pp=pp,
             dp=len(ranks) // (tp * pp),
+            cp=self.context_parallel_size,
             ranks=ranks,
             vpp=self.virtual_pipeline_parallel_size,
             first_stage_layers=self.num_layers_in_first_pipeline_stage,

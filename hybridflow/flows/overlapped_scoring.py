@@ -101,7 +101,7 @@ class OverlappedScoring:
         self._board: WorkQueue | None = None  # of the first rank of a replica, which asks for the others
         if notices is not None and self._replica is not None and layout.contributes(rank):
             self._board = WorkQueue(notices, self._replica, len(layout.replicas))
-        self._num_shares = max((model.role.grid.dp for model in self._models), default=1)
+        self._num_shares = max((model.role.grid.layout.row_shares for model in self._models), default=1)
         self._calls: RolloutCalls | None = None
         self._begun = False
 

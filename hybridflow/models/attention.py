@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.architecture.rope import QueryGrowth
+from hybridflow.models.context import ContextSpans, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.layers import OverHeads
 from hybridflow.models.routing import Routing
@@ -54,6 +55,7 @@ class PackedSequences(PackedSeqParams):
     window_sin: Tensor | None = None
     query_scale: Tensor | None = None  # (t, 1, 1): what queries are multiplied with; None: nothing
     routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses experts
+    context: ContextSpans | None = None  # what other ranks have of these sequences; None: they are whole
 
     @classmethod
     def from_lengths(
@@ -277,6 +279,17 @@ def flash_or_exact(dtype: torch.dtype) -> Attend:
 def by_length_or_merged(kernel: AttentionKernel) -> Attend:
     """Without a kernel for packed sequences: where prompts are shared, by one that tells log-sum-exps."""
     return choose_by_sharing(attention_by_length, partial(merged_attention, kernel=kernel))
+
+
+def with_context(attend: Attend, kernel: AttentionKernel) -> Attend:
+    """By `attend`, and by the kernel where other ranks have parts of the sequences."""
+
+    def either(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+        if packed.context is None:
+            return attend(query, key, value, packed=packed, scale=scale)
+        return context_attention(query, key, value, own=packed.own, spans=packed.context, scale=scale, kernel=kernel)
+
+    return either
 
 
 def choose_by_sharing(plain: Attend, shared: Callable[..., Tensor]) -> Attend:

@@ -21,6 +21,7 @@ from hybridflow.models.attention import (
     halves,
     neighbours,
     rotation,
+    with_context,
 )
 from hybridflow.models.attention_backends import attend_on_gpus
 from hybridflow.models.delta_rule import DeltaRule, delta_rule
@@ -29,7 +30,7 @@ from hybridflow.models.expert_rows import ExpertKernels, KernelsByTorch
 from hybridflow.models.expert_triton import HAS_TRITON, KernelsByTriton
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.mixer import LinearClasses
-from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.models.shared_prompt import VARLEN, AttentionKernel
 from hybridflow.models.window_attention import attend_in_window
 from hybridflow.parallel.device import uses_cuda
 
@@ -137,8 +138,9 @@ def attention_functions(
         by_varlen = uses_cuda() and dtype != torch.float32
         return AttentionFunctions(attend_in_window(window, by_varlen=by_varlen), by_torch)
     if uses_cuda():
-        return AttentionFunctions(attend_on_gpus(dtype, backend), by_torch)
+        return AttentionFunctions(with_context(attend_on_gpus(dtype, backend), VARLEN), by_torch)
+    kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
     if library() is None:
-        kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
-        return AttentionFunctions(by_length_or_merged(kernel), by_torch)
-    return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
+        return AttentionFunctions(with_context(by_length_or_merged(kernel), kernel), by_torch)
+    attend = with_context(cpu_attention.attend, kernel)
+    return AttentionFunctions(attend, by_torch if interleaved else cpu_attention.rotated)

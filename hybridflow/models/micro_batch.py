@@ -5,16 +5,19 @@ state *before* each response token (log-probs, values) the last token of a seque
 several rows share is there once, but for the last token (see `prompt_groups`):
 
     [rows by themselves] [prompts that are shared] [what follows the first of them] [the second] ... [padding]
+
+With context parallelism a rank has pieces of each of them, in the same order: see `context`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, offsets, to_device_async, token_index
 from hybridflow.models.attention import PackedSequences
+from hybridflow.models.context import Context, ContextSpans, SharedOutputs, most_tokens, pieces_of, places
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
 from hybridflow.models.routing import RoutedTokens, RowExperts
 from hybridflow.models.shared_prompt import SharedPrompts
@@ -29,7 +32,7 @@ def padding(multiple: int, rounded: Callable[[int], int] = int) -> Padded:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """t tokens of n sequences, r wanted outputs."""
+    """t tokens of n sequences, r wanted outputs. With context parallelism: those of this rank."""
 
     input_ids: Tensor  # (t,) int64
     positions: Tensor  # (t,) int64, from 0 in each sequence; a response's go on from the prompt's
@@ -39,6 +42,7 @@ class MicroBatch:
     targets: Tensor  # (r,) int64: the tokens that the outputs predict; without meaning where outputs are per sequence
     routed: RoutedTokens | None = None  # the engine's experts of the t tokens
     repeats: tuple[int, ...] = ()  # of each sequence of `packed`: how many rows it is run for, 0 of padding
+    shared: SharedOutputs | None = None  # those of the ranks that share the tokens; None: there are no such ranks
 
     def run_for(self) -> Tensor:
         """(t,) int64 on the CPU: for how many rows of the batch each token is run."""
@@ -53,14 +57,15 @@ def prediction_micro_batches(
     padded: Padded,
     device: torch.device,
     experts: RowExperts | None = None,
+    context: Context | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per response token: the state before it.
 
-    experts: of the engine, for these rows; None: the model chooses experts.
+    experts: of the engine, for these rows; None: the model chooses experts. context: the ranks that share tokens.
     """
-    lengths = (batch.lengths - 1).tolist()
+    lengths, made = (batch.lengths - 1).tolist(), _Making(batch, padded, device, context)
     return [
-        _prediction_micro_batch(batch, _layout(groups, lengths), padded, device, experts)
+        _prediction_micro_batch(made, _layout(groups, lengths), experts)
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
@@ -73,15 +78,16 @@ def sequence_micro_batches(
     padded: Padded,
     device: torch.device,
     pad_token_id: int | None = None,
+    context: Context | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per sequence: the state after the sequence's last token.
 
     pad_token_id: what follows the last token that is not this one is not run, since transformers'
     *ForSequenceClassification reads the score there. A model's pad token may be the one that ends a response.
     """
-    lengths = _read_lengths(batch, pad_token_id).tolist()
+    lengths, made = _read_lengths(batch, pad_token_id).tolist(), _Making(batch, padded, device, context)
     return [
-        _sequence_micro_batch(batch, _layout(groups, lengths), padded, device)
+        _sequence_micro_batch(made, _layout(groups, lengths))
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
@@ -117,6 +123,12 @@ class RunOrder:
         """One stretch of each row, with the row's last token."""
         return [*self.alone, *(stretch for stretches in self.responses for stretch in stretches)]
 
+    def followed(self) -> list[tuple[int, list[int]]]:
+        """Prompts and what follows each, by their places in `stretches`."""
+        first = len(self.alone)
+        behind = iter(range(first + len(self.prompts), len(self.stretches)))
+        return [(first + i, [next(behind) for _ in stretches]) for i, stretches in enumerate(self.responses)]
+
     def shared(self, device: torch.device) -> SharedPrompts | None:
         if not self.prompts:
             return None
@@ -147,24 +159,30 @@ def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> RunOrder:
     )
 
 
-def _prediction_micro_batch(
-    batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device, experts: RowExperts | None
-) -> MicroBatch:
-    tokens = _tokens(batch, layout.stretches)
-    predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in the sequence
+@dataclass(frozen=True)
+class _Making:
+    """What all micro-batches of a batch are made with."""
+
+    batch: RolloutBatch
+    padded: Padded
+    device: torch.device
+    context: Context | None
+
+
+def _prediction_micro_batch(made: _Making, layout: RunOrder, experts: RowExperts | None) -> MicroBatch:
+    tokens = _tokens(made.batch, layout.stretches)
+    predicts = made.batch.response_mask[tokens + 1]  # each token that is run has a successor in the sequence
     where = tokens[predicts] + 1
-    rows = predicts.nonzero().squeeze(1)
-    routed = None if experts is None else experts.for_tokens(tokens)
-    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device, routed=routed)
+    return _micro_batch(made, tokens, layout, predicts.nonzero().squeeze(1), where, experts)
 
 
-def _sequence_micro_batch(batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device) -> MicroBatch:
-    tokens = _tokens(batch, layout.stretches)
+def _sequence_micro_batch(made: _Making, layout: RunOrder) -> MicroBatch:
+    tokens = _tokens(made.batch, layout.stretches)
     where = torch.tensor([stretch.row for stretch in layout.ends])
     last = torch.tensor([stretch.length for stretch in layout.stretches]).cumsum(0) - 1
     num_alone, num_prompts = len(layout.alone), len(layout.prompts)
     rows = torch.cat([last[:num_alone], last[num_alone + num_prompts :]])
-    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device)
+    return _micro_batch(made, tokens, layout, rows, where)
 
 
 def _tokens(batch: RolloutBatch, stretches: list[Stretch]) -> Tensor:
@@ -185,26 +203,39 @@ def _within(lengths: Tensor) -> Tensor:
 
 
 def _micro_batch(
-    batch: RolloutBatch,
+    made: _Making,
     tokens: Tensor,
     layout: RunOrder,
-    *,
     rows: Tensor,
     where: Tensor,
-    padded: Padded,
-    device: torch.device,
-    routed: RoutedTokens | None = None,
+    experts: RowExperts | None = None,
 ) -> MicroBatch:
-    """What `padded` adds becomes a sequence that nobody reads."""
+    """What `padded` adds becomes a sequence that nobody reads. rows, where: as in `MicroBatch`, of all ranks."""
+    batch, device = made.batch, made.device
     _, first, lengths = _columns(layout.stretches)
     positions = first.repeat_interleave(lengths) + _within(lengths)
-    input_ids, missing = batch.input_ids[tokens], padded(len(tokens)) - len(tokens)
+    own_lengths, repeats, outputs, num_tokens = lengths.tolist(), layout.repeats, None, len(tokens)
+    if made.context is not None:
+        pieces = pieces_of(own_lengths, made.context)
+        own = places(pieces, own_lengths)
+        outputs = SharedOutputs.of(rows, where, own_lengths, made.context)
+        of_rank = outputs.of_ranks[made.context.rank]
+        rows, where = _found(own, rows[of_rank]), where[of_rank]
+        tokens, positions = tokens[own], positions[own]
+        repeats, own_lengths = [repeats[piece.stretch] for piece in pieces], [piece.length for piece in pieces]
+        num_tokens = most_tokens(lengths.tolist(), made.context)
+    routed = None if experts is None else experts.for_tokens(tokens)
+    input_ids, missing = batch.input_ids[tokens], made.padded(num_tokens) - len(tokens)
     if missing:
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
         routed = None if routed is None else routed.padded(missing)
         positions = torch.cat([positions, torch.arange(missing)])
-    all_lengths = (*lengths.tolist(), *([missing] if missing else []))
-    packed = PackedSequences.from_lengths(all_lengths, device, layout.shared(device))
+    all_lengths = (*own_lengths, *([missing] if missing else []))
+    if made.context is None:
+        packed = PackedSequences.from_lengths(all_lengths, device, layout.shared(device))
+    else:
+        spans = ContextSpans.of(lengths.tolist(), layout.followed(), made.context, len(input_ids), device)
+        packed = replace(PackedSequences.from_lengths(all_lengths, device), context=spans)
     return MicroBatch(
         input_ids=to_device_async(input_ids, device),
         positions=to_device_async(positions, device),
@@ -213,8 +244,14 @@ def _micro_batch(
         where=where,
         targets=to_device_async(batch.input_ids[where], device),
         routed=routed,
-        repeats=(*layout.repeats, *([0] if missing else [])),
+        repeats=(*repeats, *([0] if missing else [])),
+        shared=outputs,
     )
+
+
+def _found(own: Tensor, tokens: Tensor) -> Tensor:
+    """Where `tokens` are among the own ones, which ascend within a stretch and from one to the next."""
+    return torch.searchsorted(own, tokens)
 
 
 def filled_up(micro_batches: list[MicroBatch], group: int, *, padded: Padded, device: torch.device) -> list[MicroBatch]:

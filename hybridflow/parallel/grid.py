@@ -43,14 +43,16 @@ class Grid:
     layout: Layout
     coordinates: TrainingCoordinates | None  # None on a rank outside the layout, which has no groups either
     collection: ProcessGroupCollection | None
+    context_group: dist.ProcessGroup | None = None  # of the ranks that share tokens with this one
 
     @classmethod
     def build(cls, layout: Layout, groups: ProcessGroups) -> "Grid":
         """Every rank of the world calls this in the same order, those outside the layout too."""
         collection, rank = _collection(layout, groups), dist.get_rank()
+        context = groups.own(layout.context_groups()) if layout.cp > 1 else None
         if rank not in layout:
             return cls(layout, None, None)
-        return cls(layout, layout.coordinates(rank), collection)
+        return cls(layout, layout.coordinates(rank), collection, context)
 
     @property
     def groups(self) -> ProcessGroupCollection:
@@ -86,6 +88,16 @@ class Grid:
     @property
     def dp_rank(self) -> int:
         return self.own_coordinates.dp
+
+    @property
+    def row_share(self) -> int:
+        """Which of `Layout.row_shares` this rank computes, alone or with the ranks that share tokens with it."""
+        return self.dp_rank // self.layout.cp
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place among those that share tokens."""
+        return self.dp_rank % self.layout.cp
 
     def place(self, group: Group) -> Place:
         """Which part of the weights of a group this rank holds."""

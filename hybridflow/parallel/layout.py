@@ -6,6 +6,9 @@ apart. What a rank holds follows from the rank's coordinates alone, on every ran
 Weights are in two groups. Dense ones are cut over the tp ranks of a replica. Experts cut the same ranks of a stage
 anew: etp fastest, then ep, then replicas. With etp x ep = tp they too lie within a replica; with more, as many
 neighbouring replicas as that takes share one copy of the experts.
+
+With context parallelism `cp` neighbours in dp share the tokens of the same rows. Each has a copy of the weights: for
+weights they are replicas like any others. Only who computes which rows asks for cp.
 """
 
 from dataclasses import dataclass
@@ -81,6 +84,7 @@ class Layout:
     last_stage_layers: int | None = None
     ep: int = 1  # runs of experts
     etp: int | None = None  # ranks that share each expert; None: see `expert_tp`
+    cp: int = 1  # neighbours in dp that share the tokens of their rows
 
     def __post_init__(self) -> None:
         if self.tp * self.pp * self.dp != len(self.ranks):
@@ -88,6 +92,8 @@ class Layout:
             raise ValueError(f"{grid} does not fill {len(self.ranks)} ranks")
         if list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks must ascend: {self.ranks}")
+        if self.dp % self.cp:
+            raise ValueError(f"cp = {self.cp} does not divide dp = {self.dp}")
         if self.expert_tp * self.ep % self.tp or self.dp % self.replicas_per_expert_copy:
             experts, own = f"{self.expert_tp} x {self.ep}", f"tp x dp = {self.tp} x {self.dp}"
             raise ValueError(f"etp x ep = {experts} must be a multiple of tp = {self.tp} that divides {own}")
@@ -96,6 +102,11 @@ class Layout:
     def expert_tp(self) -> int:
         """Ranks that share each expert: where it is not given, so many that the experts fill the tp ranks."""
         return expert_tensor_parallel(self.tp, self.ep, self.etp)
+
+    @property
+    def row_shares(self) -> int:
+        """How many shares the rows of a batch are dealt into, one for the ranks that share tokens."""
+        return self.dp // self.cp
 
     @property
     def replicas_per_expert_copy(self) -> int:
@@ -151,6 +162,10 @@ class Layout:
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
         return self._groups({"pp": self.pp, "dp": self.dp, "tp": self.tp}, axes)
+
+    def context_groups(self) -> list[tuple[int, ...]]:
+        """The ranks that share tokens, and stand alike in all else."""
+        return [ranks[i : i + self.cp] for ranks in self.groups("dp") for i in range(0, self.dp, self.cp)]
 
     def expert_groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The same of how the experts are cut: axes are "etp", "ep", "edp" (copies of the experts), "pp"."""

@@ -291,6 +291,7 @@ def training_activation_bytes(
     counted = "moe" in modules_of(recompute)
     passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=counted)
     again = tokens * max(passing(kind) + made_again(kind, recompute=recompute) for kind in kinds)
+    again += context_bytes(spec, layout, itemsize=itemsize, tokens=tokens, backward=True)
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens, backward=True) if last else 0
@@ -307,9 +308,24 @@ def forward_activation_bytes(
     kinds = set(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
     passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=True)
     layer = tokens * max(one_layer(kind, recompute="none") + passing(kind) for kind in kinds)
+    layer += context_bytes(spec, layout, itemsize=itemsize, tokens=tokens)
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))
+
+
+def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
+    """What attention has of other ranks' tokens while it runs, with context parallelism: one layer at a time.
+
+    b c tokens 2 k / tp: keys and values of all c ranks, k = kv heads x head_dim; in latent attention all heads, since a
+    head's key and value are made before they travel. As much again of those that the own pieces read, in the order in
+    which the kernel reads; backward, gradients of both.
+    """
+    if layout.cp == 1:
+        return 0
+    heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
+    whole = itemsize * layout.cp * tokens * 2 * max(heads // layout.tp, 1) * spec.head_dim
+    return (4 if backward else 2) * whole
 
 
 def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int, backward: bool = False) -> int:

@@ -75,8 +75,8 @@ class RoleMemory:
 
     def _training(self, stage: int, elements: int) -> Footprint:
         spec, layout, config = self.model.spec, self.model.layout, self.model.config
-        itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
-        tokens = min(config.micro_batch_tokens, replica_tokens)
+        itemsize, replica_tokens = ITEM_BYTES[config.dtype], ceil(self.rows * self.max_length / layout.cp)
+        tokens = min(ceil(config.micro_batch_tokens / layout.cp), replica_tokens)  # of a rank
         if not isinstance(config, TrainedRoleConfig):
             activations = forward_activation_bytes(
                 spec,
@@ -244,7 +244,7 @@ def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int]
 
 
 def role_memory(config: AnyConfig, model: PlacedModel, shares_base: bool = False) -> RoleMemory:
-    rows = ceil(rows_together(config, model.config) / model.layout.dp)
+    rows = ceil(rows_together(config, model.config) / model.layout.row_shares)
     return RoleMemory(model, longest_sequence(config), rows, shares_base)
 
 

@@ -43,10 +43,10 @@ def asks_for(config: ExperimentConfig, name: str) -> bool:
 def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Block]]:
     """The blocks that lie within each engine replica; those that lie within none are left out.
 
-    There are none where replicas share experts: they compute together, and others of them still generate.
+    There are none where replicas share experts, or ranks tokens: they compute together, and others still generate.
     """
     found: dict[int, list[Block]] = {}
-    if layout.replicas_per_expert_copy > 1:
+    if layout.replicas_per_expert_copy > 1 or layout.cp > 1:
         return found
     for block in layout.groups("tp", "pp"):
         replicas = {rollout.coordinates(rank).replica if rank in rollout else None for rank in block}

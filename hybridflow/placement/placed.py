@@ -11,6 +11,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
@@ -276,6 +277,7 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
     reasons.collect(spec.check_expert_shares, key, config.expert_tp)
     reasons.collect(_check_layers, name, config, spec)
+    reasons.collect(_check_context, name, config, spec)
     if isinstance(config, TrainedRoleConfig):
         reasons.collect(check_recompute, f"{name}.recompute", config.recompute, spec)
 
@@ -301,7 +303,8 @@ def _check_head(name: str, spec: ModelSpec) -> None:
 
 def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
     """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    num_ranks = config.replicas_per_expert_copy * config.tensor_parallel_size * config.pipeline_parallel_size
+    copies = lcm(config.replicas_per_expert_copy, config.context_parallel_size)
+    num_ranks = copies * config.tensor_parallel_size * config.pipeline_parallel_size
     try:
         config.layout_on(tuple(range(num_ranks))).stages(spec.num_layers)
     except ValueError as error:
@@ -315,6 +318,23 @@ def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
         ) from error
+
+
+def _check_context(name: str, config: RoleConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError where a layer mixes tokens in a way that is not cut over ranks."""
+    kinds = spec.layer_kinds
+    if config.context_parallel_size == 1:
+        return
+    if any(kind.mixer == "delta_net" for kind in kinds):
+        why = "has layers with a state, which is handed on from token to token"
+    elif any(kind.mixer == "window" for kind in kinds):
+        why = "has layers whose attention reaches back a window"
+    else:
+        return
+    raise ConfigError(
+        f"{name}.context_parallel_size = {config.context_parallel_size}: {spec.path} {why}. Attention over all tokens "
+        "alone is shared by ranks: write 1"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the engine

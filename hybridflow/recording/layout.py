@@ -40,7 +40,7 @@ def write_layout(
 
 
 def _tree(layout: Layout) -> dict[str, Any]:
-    return _fields(layout, "tp pp dp vpp ranks ep etp")
+    return _fields(layout, "tp pp dp vpp ranks ep etp" + " cp" * (layout.cp > 1))
 
 
 def _fields(layout: Layout | RolloutLayout, names: str) -> dict[str, Any]:

@@ -151,7 +151,8 @@ def _role(name: str, layout: Layout) -> dict[str, Any]:
         replicas[at.dp][at.pp][at.tp] = rank
     chunks = f", {layout.vpp} model chunks a stage" if layout.vpp > 1 else ""
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
-    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{experts}{chunks}"
+    context = f", cp {layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.row_shares}{context}{experts}{chunks}"
     return {"name": name, "sizes": sizes, "replicas": replicas}
 
 

@@ -19,6 +19,7 @@ from hybridflow.config import TrainedRoleConfig
 from hybridflow.config.recompute import Recompute
 from hybridflow.models import pipeline
 from hybridflow.models.build import PackedModel, build_model
+from hybridflow.models.context import Context
 from hybridflow.models.layer_specs import DTYPES
 from hybridflow.models.micro_batch import (
     MicroBatch,
@@ -88,6 +89,9 @@ class Role:
         self._platform, self._watch = world.platform, world.watch
         multiple = self.grid.tp if config.sequence_parallel else 1
         self._padded = padding(multiple, rounded_rows(DTYPES[self.dtype]))
+        self._context: Context | None = None
+        if self.grid.context_group is not None:
+            self._context = Context(self.grid.layout.cp, self.grid.cp_rank, self.grid.context_group)
         self._models: list[PackedModel] = models or []
         if self.grid.inside and models is None:
             self._models = build_model(
@@ -124,8 +128,8 @@ class Role:
     def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
         """Each replica's, balanced by tokens. some: of these rows of the batch alone."""
         if self._alone:
-            return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.dp
-        return replica_rows(batch, self.grid.dp, None if some is None else some.tolist())
+            return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.layout.row_shares
+        return replica_rows(batch, self.grid.layout.row_shares, None if some is None else some.tolist())
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
         """Of this replica's rows, where the role replays them: others choose their own. rows: of each replica."""
@@ -141,7 +145,11 @@ class Role:
         experts: RowExperts | None = None,
     ) -> list[MicroBatch]:
         """Each share of the rows by itself, cut by the token budget; `one` at least. experts: of the engine."""
-        padded, given = self._padded, {} if experts is None else {"experts": experts}
+        padded, given = self._padded, dict[str, Any]()
+        if experts is not None:
+            given["experts"] = experts
+        if self._context is not None:
+            given["context"] = self._context
         micro_batches = [
             micro_batch
             for rows in shares
@@ -169,7 +177,7 @@ class Role:
         lengths = batch.lengths[rows]
         outputs = int((lengths - batch.prompt_lengths[rows]).sum()) if self.head == "lm" else len(rows)
         flops = forward_flops(self.spec, lengths, outputs, head=self.head)
-        self._watch.count(passes * flops * self.grid.dp / len(self.grid.layout.ranks), self.dtype)
+        self._watch.count(passes * flops * self.grid.layout.row_shares / len(self.grid.layout.ranks), self.dtype)
 
     def _most_passes(self, own: int) -> int:
         """The most micro-batches of the replicas that share this one's experts."""
@@ -208,7 +216,7 @@ class Role:
         if ahead is None:
             rows = self._rows_of_replicas(read, None if some is None else batch.branches_of(some))
             experts = self._engines_experts(read, rows)
-            own = [rows[self.grid.dp_rank]]
+            own = [rows[self.grid.row_share]]
             micro_batches = self._micro_batches(read, own, make, experts=experts)
         else:
             left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.rows_left(self.grid.dp_rank)]
@@ -340,7 +348,7 @@ class TrainedRole(Role):
         read = _read_by(make, batch)
         rows = self._rows_of_replicas(read)
         experts = self._engines_experts(read, rows)
-        own = [rows[self.grid.dp_rank]]
+        own = [rows[self.grid.row_share]]
         micro_batches = self._micro_batches(read, own, make, one=True, experts=experts)
         self._count_work(read, own, passes=UPDATE if self.spec.lora is None else FROZEN_UPDATE)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)

@@ -187,7 +187,7 @@ class Actor(TrainedRole):
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
         if self.records is None or not batch.has_routing:
             return None
-        return self.records.of_rows(batch, rows[self.grid.dp_rank])
+        return self.records.of_rows(batch, rows[self.grid.row_share])
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""
@@ -212,8 +212,13 @@ class Actor(TrainedRole):
 
         def per_token(outputs: Outputs, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
             log_probs, entropy = _log_probs_and_entropy(self, outputs, mb, temperature(mb))
-            each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device, ends=ends))
-            return each, {"entropy": entropy, **known}
+            if mb.shared is None:
+                each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device, ends=ends))
+                return each, {"entropy": entropy, **known}
+            shared, tokens = mb.shared, Tokens(batch, mb.shared.where, log_probs.device, ends=ends)
+            whole = shared.gathered(torch.stack([log_probs, entropy], dim=1))  # some losses couple tokens of a row
+            each, known = objective.loss(whole[:, 0], whole[:, 1], tokens)
+            return shared.own(each), {"entropy": entropy, **{name: shared.own(x) for name, x in known.items()}}
 
         return per_token
 

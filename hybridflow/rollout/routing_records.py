@@ -120,7 +120,7 @@ class RoutingRecords:
                 return NO_PARCEL
             made, kept = recorded.engines.coordinates(source), self._actor.coordinates(target)
             both = set(layers) & set(self._stages[kept.pp])
-            return Parcel(on_way.get((made.replica, kept.dp), ()), sorted(both))
+            return Parcel(on_way.get((made.replica, kept.dp // self._actor.cp), ()), sorted(both))
 
         for arrived, found in self._sent_pieces(recorded, parcel):
             for number, experts in found.items():
@@ -191,7 +191,10 @@ class RoutingRecords:
             own, replicas, layers = self._at.dp, range(self._actor.dp), self._own_layers
 
             def parcel(source: int, target: int) -> Parcel:
-                return Parcel([row for row, *way in moves if way == [source, target]], layers)
+                (sender, here), (keeper, there) = divmod(source, self._actor.cp), divmod(target, self._actor.cp)
+                if here != there:  # ranks that share tokens keep the same records
+                    return NO_PARCEL
+                return Parcel([row for row, *way in moves if way == [sender, keeper]], layers)
 
             arrived = sent(
                 self._replicas,
@@ -223,7 +226,7 @@ class RoutingRecords:
         """
         ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
         rows = list(range(len(batch)) if some is None else some)
-        parts: list[list[int]] = [[] for _ in range(self._actor.dp)]
+        parts: list[list[int]] = [[] for _ in range(self._actor.row_shares)]
         for row in [row for row in rows if ids[row] >= 0]:
             parts[self._keepers[ids[row]]].append(row)
         loads = [sum(lengths[row] for row in part) for part in parts]
@@ -256,7 +259,10 @@ class RoutingRecords:
             if target or source not in self._actor or self._actor.coordinates(source).tp:
                 return NO_PARCEL
             at = self._actor.coordinates(source)
-            rows = [row for row, number in enumerate(ids) if self._keepers.get(number) == at.dp]
+            share, place = divmod(at.dp, self._actor.cp)
+            if place:
+                return NO_PARCEL
+            rows = [row for row, number in enumerate(ids) if self._keepers.get(number) == share]
             return Parcel(rows, self._stages[at.pp])
 
         kept = {row: self._kept[number] for row, number in enumerate(ids) if number in self._kept}
@@ -284,7 +290,7 @@ class RoutingRecords:
         return () if self._at is None else self._stages[self._at.pp]
 
     def _is_keeper(self, replica: int) -> bool:
-        return self._at is not None and self._at.dp == replica
+        return self._at is not None and self._at.dp // self._actor.cp == replica
 
     def _nothing(self, num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, len(self._own_layers), self.sizes.chosen, dtype=self.sizes.dtype)
@@ -311,7 +317,7 @@ class RoutingRecords:
 
     def _owners(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> dict[int, int]:
         """By row the replica."""
-        parts = rows_that_stay(batch, self._actor.dp, epochs)
+        parts = rows_that_stay(batch, self._actor.row_shares, epochs)
         return {row: replica for replica, rows in enumerate(parts) for row in rows}
 
 

@@ -14,7 +14,10 @@ from tests.reference import algorithms as reference
 from tests.reference.algorithms import Recipe, Response
 from tests.tiny_models import VOCAB_SIZE
 
-LAYOUTS = {Case(tp=2): 64, Case(pp=2): 17, Case(dp=2): 17, Case(tp=2, pp=2, dp=2): 64}  # micro-batch tokens
+LAYOUTS = {  # micro-batch tokens
+    **{Case(tp=2): 64, Case(pp=2): 17, Case(dp=2): 17, Case(tp=2, pp=2, dp=2): 64},
+    Case(cp=2): 64,
+}
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 MAX_RESPONSE_LENGTH = 13
 TRUNCATED = 4  # the row that is cut at the limit
@@ -194,13 +197,14 @@ ALGORITHMS: dict[str, Compared] = {
 }
 
 
-DEFAULT, STAGED, REPLICATED, MIXED = LAYOUTS
+DEFAULT, STAGED, REPLICATED, MIXED, CONTEXT = LAYOUTS
 WHOLE = (DEFAULT, MIXED)  # what is compared beside algorithms is in these
-# Every algorithm is run cut by tensors, and in the mix of all; of the other two by turns: what is summed over stages or
-# replicas is the same for all of them.
+# Every algorithm is run cut by tensors, by tokens, and in the mix of all; of the other two by turns: what is summed over
+# stages or replicas is the same for all of them.
 RUN: dict[Case, list[str]] = {
     DEFAULT: list(ALGORITHMS),
     STAGED: list(ALGORITHMS)[0::2],
     REPLICATED: list(ALGORITHMS)[1::2],
     MIXED: list(ALGORITHMS),
+    CONTEXT: list(ALGORITHMS),  # some couple the tokens of a row
 }

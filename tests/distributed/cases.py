@@ -26,12 +26,14 @@ class Case:
     all_budgets: bool = False
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
 
     @property
     def name(self) -> str:
         uneven = f"f{self.first}" * (self.first is not None) + f"l{self.last}" * (self.last is not None)
         sp = "sp" * self.sequence_parallel
         experts = f"ep{self.ep}etp{self.etp}" if self.shares_experts_anew else ""
+        experts += f"cp{self.cp}" * (self.cp > 1)
         again = self.recompute if isinstance(self.recompute, str) else "+".join(self.recompute)
         return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{experts}{uneven}{sp}-{again}"
 
@@ -42,7 +44,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def layout(self) -> dict[str, object]:
         """The config keys of a role."""
@@ -53,6 +55,7 @@ class Case:
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
             "sequence_parallel": self.sequence_parallel,
+            "context_parallel_size": self.cp,
             "expert_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "dtype": "float32",
@@ -103,6 +106,7 @@ STAGED = "tp1pp2dp1vpp1l1-full"
 MIXED = "tp2pp2dp1vpp1sp-none"
 WHOLE_EXPERTS = "tp2pp2dp1vpp1ep2etpNonesp-selective"
 EXPERTS_OF_REPLICAS = "tp2pp1dp2vpp1ep4etpNonesp-none"
+CONTEXT, CONTEXT_IN_STAGES = "tp2pp1dp1vpp1cp2sp-full", "tp1pp2dp1vpp1cp2-selective"
 FEW_KV = "tp4pp1dp1vpp1-none"  # more ranks than key/value heads
 # A family differs from llama in its weights and their split, not in what stages and replicas do: so each is tried where
 # its weights are cut in another way, and llama alone in every layout.
@@ -112,13 +116,13 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "gqa": (FEW_KV, "tp4pp1dp2vpp1-none"),
     "mistral": (SPLIT, STAGED),
     "qwen3": (SPLIT, STAGED, FEW_KV),
-    "glm": (SPLIT, STAGED, FEW_KV),
-    "opt": (SPLIT, STAGED, MIXED),
+    "glm": (SPLIT, STAGED, FEW_KV, CONTEXT),
+    "opt": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
     # whole matrices at both ends, which every rank or only one stage has
     "opt_350m": ("tp2pp1dp1vpp1-none", STAGED, "tp2pp2dp2vpp1-none"),
     "opt_post_norm": ("tp2pp1dp1vpp1-none",),
     "opt_projected": ("tp2pp1dp1vpp1-none",),
-    "mixtral": (SPLIT, STAGED, MIXED),
+    "mixtral": (SPLIT, STAGED, MIXED, CONTEXT),
     "rope_llama3": ("tp2pp1dp1vpp1-none",),
     "rope_linear": ("tp1pp1dp1vpp1-none",),
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
@@ -129,11 +133,19 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "gemma3": (SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
     "phi3": (SPLIT, STAGED, MIXED, FEW_KV),
     "ministral3": (SPLIT, STAGED, MIXED),
-    "smollm3": (SPLIT, STAGED, MIXED),
+    "smollm3": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
     "olmo3": (SPLIT, STAGED, MIXED),
     "glm4_moe_lite": (SPLIT, STAGED, MIXED, WHOLE_EXPERTS),
-    "deepseek_v3": (SPLIT, STAGED, MIXED, "tp2pp1dp1vpp1-none", "tp2pp2dp1vpp2sp-selective", EXPERTS_OF_REPLICAS),
-    "moonlight": (SPLIT, "tp2pp1dp1vpp1-none"),
+    "deepseek_v3": (
+        SPLIT,
+        STAGED,
+        MIXED,
+        CONTEXT,
+        "tp2pp1dp1vpp1-none",
+        "tp2pp2dp1vpp2sp-selective",
+        EXPERTS_OF_REPLICAS,
+    ),
+    "moonlight": (SPLIT, "tp2pp1dp1vpp1-none", CONTEXT),
 }
 CASES = (
     Case(all_budgets=True),
@@ -158,6 +170,14 @@ CASES = (
     Case(tp=2, pp=2, dp=2),
     Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
 )
+CONTEXT_CASES = (
+    Case(cp=2, all_budgets=True),
+    Case(tp=2, cp=2, sequence_parallel=True, recompute="full"),
+    Case(pp=2, cp=2, recompute="selective"),
+    Case(cp=2, dp=2),
+    Case(cp=4),
+    Case(tp=2, pp=2, vpp=2, cp=2, sequence_parallel=True),
+)
 EXPERT_CASES = (
     Case(tp=2, ep=2),
     Case(tp=2, ep=2, sequence_parallel=True, recompute="full"),
@@ -172,12 +192,14 @@ EXPERT_CASES = (
     Case(dp=4, ep=2, etp=2),
     Case(tp=2, dp=2, ep=4, sequence_parallel=True),
     Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, recompute="selective"),
+    Case(cp=2, ep=2),
+    Case(tp=2, cp=2, ep=4, sequence_parallel=True),
     Case(pp=2, dp=2, ep=2),
     Case(pp=2, dp=2, vpp=2, ep=2),
     Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")  # these share experts in every way
-CASES += EXPERT_CASES
+CASES += EXPERT_CASES + CONTEXT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
 POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
@@ -221,6 +243,8 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
 
 def applies(case: Case, family: str) -> bool:
     """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
+    if case.cp > 1 and "qwen3_5" in family:  # its states go from token to token
+        return False
     if case.shares_experts_anew:
         return family in MIXTURES or case.name in FAMILY_CASES.get(family, ())
     if family == "qwen2":
