@@ -101,13 +101,13 @@ def test_ranks_exist() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, None), (2, 1, None), (2, 2, None), (4, 1, 1), (1, 2, 2), (1, 1, 4)])
 def test_sizes_that_fill_four_ranks(sizes: tuple[int, int, int | None]) -> None:
-    check_sizes("actor", sizes, None, (0, 1, 2, 3))
+    check_sizes("actor", {"tp": sizes[0], "pp": sizes[1]}, sizes[2], None, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, None), (1, 3, None), (2, 4, None), (1, 1, 3), (2, 2, 2), (4, 4, 1)])
 def test_sizes_that_do_not(sizes: tuple[int, int, int | None]) -> None:
     with pytest.raises(ConfigError):
-        check_sizes("actor", sizes, None, (0, 1, 2, 3))
+        check_sizes("actor", {"tp": sizes[0], "pp": sizes[1]}, sizes[2], None, (0, 1, 2, 3))
 
 
 def test_the_engine_on_the_actors_ranks_or_on_others() -> None:

@@ -46,6 +46,8 @@ class Model:
     device: Device
     hosts: int = 1
     cut: Cut | None = None  # of experts; None: a share of each on every rank
+    cp: int = 1  # ranks that share tokens
+    cp_hosts: int = 1  # that they lie on
 
     # ---- layers
 
@@ -108,7 +110,7 @@ class Model:
     @cached_property
     def _key(self) -> tuple[Hashable, ...]:
         """All that a cost depends on beside a micro-batch."""
-        how = (self.dtype, self.head, self.sequence_parallel, self.hosts)
+        how = (self.dtype, self.head, self.sequence_parallel, self.hosts, self.cp, self.cp_hosts)
         return (self.spec, self.tp, self.cut, *how)
 
     @cached_property
@@ -185,7 +187,20 @@ class Model:
             self._attention(mb, backward=backward),
             self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), backward=backward, busy=self.tp),
             self._messages(mb, backward=backward),
+            self._gathered_keys(mb, backward=backward),
         ]
+
+    def _gathered_keys(self, mb: Pass, *, backward: bool) -> Cost:
+        """Keys and values of all ranks that share tokens; backward once more, and the sum of the gradients of both.
+
+        Nothing is taken off for attention of the own tokens, which runs meanwhile.
+        """
+        if self.cp == 1:
+            return Cost()
+        heads = self.spec.num_heads if self.spec.latent is not None else self.spec.num_kv_heads
+        a_token = 2 * max(heads // self.tp, 1) * self.spec.head_dim * self.device.itemsize(self.dtype)
+        gathered = self.device.all_gather(self.cp * mb.tokens * a_token, self.cp, hosts=self.cp_hosts)
+        return gathered.times(2 if backward else 1)
 
     def elementwise_bytes(self) -> float:
         """A token's, forward: two norms (8 h), two residual sums (6 h), rotary (4 (q + k): both read and written,
@@ -246,7 +261,16 @@ class Model:
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
     how = (config.dtype, head, config.sequence_parallel)
-    return Model(spec, layout.tp, *how, device=device, hosts=hosts_of(layout, "tp", device), cut=layout.cut)
+    return Model(
+        spec,
+        layout.tp,
+        *how,
+        device=device,
+        hosts=hosts_of(layout, "tp", device),
+        cut=layout.cut,
+        cp=layout.cp,
+        cp_hosts=hosts_of(layout, "cp", device) if layout.cp > 1 else 1,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ on a grid

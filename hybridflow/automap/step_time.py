@@ -12,7 +12,7 @@ ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the 
 SGD_BYTES = 20
 
 
-def hosts_of(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
+def hosts_of(layout: Layout, axis: Literal["tp", "cp", "dp", "pp"], device: Device) -> int:
     """That a group along the axis lies on; 2 stands for more, as the slower link is the same."""
     return 2 if layout.crosses_hosts(axis, device.profile.ranks_per_host) else 1
 

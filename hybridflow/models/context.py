@@ -37,7 +37,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """Neighbouring tokens of a stretch."""
 
     stretch: int
@@ -45,18 +45,18 @@ class Piece:
     length: int
 
 
-def pieces_of(lengths: Sequence[int], context: Context) -> list[Piece]:
+def pieces_of(lengths: Sequence[int], context: Context) -> list[TokenPiece]:
     """Those of a rank, stretch after stretch; none of them is empty. lengths: of the stretches."""
     found, parts = [], 2 * context.size
     for stretch, length in enumerate(lengths):
         for number in (context.rank, parts - 1 - context.rank):
             first, end = length * number // parts, length * (number + 1) // parts
             if end > first:
-                found.append(Piece(stretch, first, end - first))
+                found.append(TokenPiece(stretch, first, end - first))
     return found
 
 
-def places(pieces: Sequence[Piece], lengths: Sequence[int]) -> Tensor:
+def places(pieces: Sequence[TokenPiece], lengths: Sequence[int]) -> Tensor:
     """(n,) int64: the tokens of the pieces among those of all stretches."""
     starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
     parts = [torch.arange(piece.length) + starts[piece.stretch] + piece.first for piece in pieces]
@@ -101,7 +101,7 @@ class SharedOutputs:
 
 
 @dataclass(frozen=True)
-class Reads:
+class OtherKeys:
     """Own queries, and gathered keys that they attend to besides their own pieces. Neither has a token twice."""
 
     queries: Tensor  # (q,) int64: own tokens
@@ -115,7 +115,7 @@ class ContextSpans:
 
     context: Context
     num_tokens: int
-    reads: tuple[Reads, ...]
+    reads: tuple[OtherKeys, ...]
 
     @classmethod
     def of(
@@ -153,11 +153,11 @@ class ContextSpans:
         return cls(context, num_tokens, tuple(_reads(pairs, device) for pairs in (*before, to_prompts) if pairs))
 
 
-def _reads(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Reads:
+def _reads(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> OtherKeys:
     queries, keys = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     sizes = tuple(map(len, queries)), tuple(map(len, keys))
     spans = AttentionSpans(*sizes, bounds(sizes[0], device), bounds(sizes[1], device), causal=False)
-    return Reads(to_device_async(torch.cat(queries), device), to_device_async(torch.cat(keys), device), spans)
+    return OtherKeys(to_device_async(torch.cat(queries), device), to_device_async(torch.cat(keys), device), spans)
 
 
 def context_attention(
@@ -199,22 +199,22 @@ class ContextAttention(torch.autograd.Function):
             merge(some, some_lse, *more)
             out[reads.queries], lse[reads.queries] = some, some_lse
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.own, ctx.spans, ctx.scale, ctx.kernel = own, spans, scale, kernel
+        ctx.own, ctx.spans, ctx.scale, ctx.kernel = own, spans, scale, kernel.backward
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        spans, scale, backward = ctx.spans, ctx.scale, ctx.kernel.backward
+        spans, scale = ctx.spans, ctx.scale
         arrives, grad = _gather(key, value, spans), grad.contiguous()
-        dq, dk, dv = backward(grad, query, key, value, out, lse, ctx.own, scale)
+        dq, dk, dv = ctx.kernel(grad, query, key, value, out, lse, ctx.own, scale)
         keys, values = arrives()
         of_others = [torch.zeros_like(x, dtype=dk.dtype) for x in (keys, values)]
         for reads in spans.reads:
             of_queries = (x[reads.queries] for x in (grad, query))
             of_keys = (x[reads.keys] for x in (keys, values))
             outputs = (x[reads.queries] for x in (out, lse))
-            more = backward(*of_queries, *of_keys, *outputs, reads.spans, scale)
+            more = ctx.kernel(*of_queries, *of_keys, *outputs, reads.spans, scale)
             for whole, where, part in zip((dq, *of_others), (reads.queries, reads.keys, reads.keys), more, strict=True):
                 whole[where] += part  # no token is in `where` twice
         dk, dv = (x + more for x, more in zip((dk, dv), _sum_at_owners(of_others, spans), strict=True))

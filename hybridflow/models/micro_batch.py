@@ -173,7 +173,8 @@ def _prediction_micro_batch(made: _Making, layout: RunOrder, experts: RowExperts
     tokens = _tokens(made.batch, layout.stretches)
     predicts = made.batch.response_mask[tokens + 1]  # each token that is run has a successor in the sequence
     where = tokens[predicts] + 1
-    return _micro_batch(made, tokens, layout, predicts.nonzero().squeeze(1), where, experts)
+    rows = predicts.nonzero().squeeze(1)
+    return _micro_batch(made, tokens, layout, rows=rows, where=where, experts=experts)
 
 
 def _sequence_micro_batch(made: _Making, layout: RunOrder) -> MicroBatch:
@@ -182,7 +183,7 @@ def _sequence_micro_batch(made: _Making, layout: RunOrder) -> MicroBatch:
     last = torch.tensor([stretch.length for stretch in layout.stretches]).cumsum(0) - 1
     num_alone, num_prompts = len(layout.alone), len(layout.prompts)
     rows = torch.cat([last[:num_alone], last[num_alone + num_prompts :]])
-    return _micro_batch(made, tokens, layout, rows, where)
+    return _micro_batch(made, tokens, layout, rows=rows, where=where)
 
 
 def _tokens(batch: RolloutBatch, stretches: list[Stretch]) -> Tensor:
@@ -206,6 +207,7 @@ def _micro_batch(
     made: _Making,
     tokens: Tensor,
     layout: RunOrder,
+    *,
     rows: Tensor,
     where: Tensor,
     experts: RowExperts | None = None,

@@ -185,13 +185,16 @@ class Layout:
         first = offsets([axis for axis in sizes if axis not in axes])
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
-    def crosses_hosts(self, axis: Literal["tp", "dp", "pp"], ranks_per_host: int) -> bool:
-        """Whether messages along an axis leave a host; a host's ranks are neighbours, the first a multiple."""
+    def crosses_hosts(self, axis: Literal["tp", "cp", "dp", "pp"], ranks_per_host: int) -> bool:
+        """Whether messages along an axis, or between ranks that share tokens (cp), leave a host.
+
+        A host's ranks are neighbours, the first a multiple.
+        """
         hosts = [rank // ranks_per_host for rank in self.ranks]
         stage = self.tp * self.dp
         if axis == "pp":
             return any(own != following for own, following in zip(hosts, hosts[stage:], strict=False))
-        size = self.tp if axis == "tp" else stage
+        size = {"tp": self.tp, "cp": self.tp * self.cp, "dp": stage}[axis]
         return size > 1 and any(hosts[i] != hosts[i + size - 1] for i in range(0, len(hosts), size))
 
     def chunks(self, num_layers: int) -> tuple[Stages, ...]:

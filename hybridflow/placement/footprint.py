@@ -23,6 +23,7 @@ from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.config.recompute import Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
+from hybridflow.placement.context_parallel import context_bytes
 from hybridflow.placement.latent import latent_bytes
 from hybridflow.placement.mlp_bytes import mlp_bytes, norm_bytes
 
@@ -312,20 +313,6 @@ def forward_activation_bytes(
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))
-
-
-def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
-    """What attention has of other ranks' tokens while it runs, with context parallelism: one layer at a time.
-
-    b c tokens 2 k / tp: keys and values of all c ranks, k = kv heads x head_dim; in latent attention all heads, since a
-    head's key and value are made before they travel. As much again of those that the own pieces read, in the order in
-    which the kernel reads; backward, gradients of both.
-    """
-    if layout.cp == 1:
-        return 0
-    heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
-    whole = itemsize * layout.cp * tokens * 2 * max(heads // layout.tp, 1) * spec.head_dim
-    return (4 if backward else 2) * whole
 
 
 def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int, backward: bool = False) -> int:

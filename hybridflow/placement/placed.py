@@ -30,6 +30,7 @@ from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement.adapters import read_lora
+from hybridflow.placement.context_parallel import check_context
 from hybridflow.placement.kv_cache import KVCacheSize, size_kv_cache
 from hybridflow.placement.recomputation import check_recompute
 from hybridflow.recording.trackers import check_trackers
@@ -157,14 +158,14 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
 
     cuda: whether it runs on GPUs; None: as the config says, by default whether this machine has any.
     """
-    reasons = Reasons()
+    reasons, has_cuda = Reasons(), uses_cuda(config.platform) if cuda is None else cuda
     layouts = config.layouts(world_size, reasons)
     reasons.collect(check_trackers, config.metrics)
     reasons.collect(config.check_traced_ranks, world_size)
     all_placed = not reasons.lines
     specs = _specs(config, reasons)
     for name, spec in specs.items():
-        _check_model(name, config.roles()[name], spec, reasons)
+        _check_model(name, config.roles()[name], spec, reasons, cuda=has_cuda)
         reasons.collect(spec.check_length, config.max_sequence_length)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
@@ -176,7 +177,6 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         reasons.collect(_check_routing, config, specs["actor"])
         if all_placed:
             engine = reasons.collect(_place_engine, config, specs["actor"], layouts["actor"], world_size)
-    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
     if engine is not None:
         kv_cache = reasons.collect(size_kv_cache, config, specs["actor"], *engine, cuda=has_cuda)
     reasons.refuse()
@@ -194,18 +194,17 @@ def reencodes(config: ExperimentConfig, name: str) -> bool:
 
 def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None = None) -> PlacedFixed:
     """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
-    reasons = Reasons()
+    reasons, has_cuda = Reasons(), uses_cuda(config.platform) if cuda is None else cuda
     layouts = config.layouts(world_size, reasons)
     reasons.collect(config.check_traced_ranks, world_size)
     specs = _specs(config, reasons)
     for name, spec in specs.items():
-        _check_model(name, config.roles()[name], spec, reasons)
+        _check_model(name, config.roles()[name], spec, reasons, cuda=has_cuda)
         reasons.collect(spec.check_length, config.data.max_length, "data.max_length")
         if "actor" in specs:
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
     reasons.refuse()
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
     return PlacedFixed(config, world_size, models, has_cuda)
 
 
@@ -264,7 +263,7 @@ def head_of(name: str) -> Head:
 # ------------------------------------------------------------------------------------------------ models
 
 
-def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
+def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons, *, cuda: bool) -> None:
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
     reasons.collect(_check_head, name, spec)
     reasons.collect(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
@@ -277,7 +276,7 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
     reasons.collect(spec.check_expert_shares, key, config.expert_tp)
     reasons.collect(_check_layers, name, config, spec)
-    reasons.collect(_check_context, name, config, spec)
+    reasons.collect(check_context, name, config, spec, cuda=cuda)
     if isinstance(config, TrainedRoleConfig):
         reasons.collect(check_recompute, f"{name}.recompute", config.recompute, spec)
 
@@ -318,23 +317,6 @@ def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
         ) from error
-
-
-def _check_context(name: str, config: RoleConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError where a layer mixes tokens in a way that is not cut over ranks."""
-    kinds = spec.layer_kinds
-    if config.context_parallel_size == 1:
-        return
-    if any(kind.mixer == "delta_net" for kind in kinds):
-        why = "has layers with a state, which is handed on from token to token"
-    elif any(kind.mixer == "window" for kind in kinds):
-        why = "has layers whose attention reaches back a window"
-    else:
-        return
-    raise ConfigError(
-        f"{name}.context_parallel_size = {config.context_parallel_size}: {spec.path} {why}. Attention over all tokens "
-        "alone is shared by ranks: write 1"
-    )
 
 
 # ------------------------------------------------------------------------------------------------ the engine

@@ -199,8 +199,8 @@ ALGORITHMS: dict[str, Compared] = {
 
 DEFAULT, STAGED, REPLICATED, MIXED, CONTEXT = LAYOUTS
 WHOLE = (DEFAULT, MIXED)  # what is compared beside algorithms is in these
-# Every algorithm is run cut by tensors, by tokens, and in the mix of all; of the other two by turns: what is summed over
-# stages or replicas is the same for all of them.
+# Every algorithm is run cut by tensors, by tokens, and in the mix of all; of the other two by turns: what is summed
+# over stages or replicas is the same for all of them.
 RUN: dict[Case, list[str]] = {
     DEFAULT: list(ALGORITHMS),
     STAGED: list(ALGORITHMS)[0::2],

@@ -1,0 +1,88 @@
+"""What ranks that share tokens have of them, and what their attention reads. For values: `distributed.test_parity`."""
+
+import pytest
+import torch
+
+from hybridflow.models.context import Context, ContextSpans, SharedOutputs, most_tokens, pieces_of, places
+from tests.bench.context_parallel import MIXED, pairs_of
+
+CPU = torch.device("cpu")
+LENGTHS = [
+    ([16], []),
+    ([1, 2, 3, 5, 4096, 7], []),
+    ([9, 30, 4, 5, 8, 1, 12, 2], [(1, [3, 4, 5]), (2, [6, 7])]),  # a row alone, two prompts, what follows them
+]
+each_case = pytest.mark.parametrize(("lengths", "prompts"), LENGTHS, ids=["one", "mixed", "prompts"])
+each_size = pytest.mark.parametrize("size", [2, 3, 4])
+
+
+def contexts(size: int) -> list[Context]:
+    return [Context(size, rank, None) for rank in range(size)]
+
+
+@each_size
+@each_case
+def test_every_token_is_of_one_rank(lengths: list[int], prompts: list, size: int) -> None:
+    own = [places(pieces_of(lengths, each), lengths) for each in contexts(size)]
+    assert torch.cat(own).sort().values.tolist() == list(range(sum(lengths)))
+    assert all(torch.equal(each, each.sort().values) for each in own), "in the order of the stretches"
+    assert most_tokens(lengths, contexts(size)[0]) == max(map(len, own))
+
+
+def test_a_rank_has_a_piece_of_the_front_and_its_mirror_image() -> None:
+    own = [places(pieces_of([16, 8], each), [16, 8]).tolist() for each in contexts(2)]
+    assert own == [[0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 22, 23], [*range(4, 12), *range(18, 22)]]
+
+
+@each_size
+@each_case
+def test_a_query_reads_the_keys_before_it_and_its_prompt_once(lengths: list[int], prompts: list, size: int) -> None:
+    """By the places of gathered tokens. With the own piece, read causally, each query reads all that it may."""
+    num_tokens = most_tokens(lengths, contexts(size)[0]) + 3  # with padding
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    followed = {follower: prompt for prompt, followers in prompts for follower in followers}
+    own = [places(pieces_of(lengths, each), lengths) for each in contexts(size)]
+    token_at = {rank * num_tokens + i: int(x) for rank, each in enumerate(own) for i, x in enumerate(each)}
+    for context in contexts(size):
+        read: dict[int, list[int]] = {int(token): [] for token in own[context.rank]}
+        at = 0
+        for piece in pieces_of(lengths, context):
+            tokens = own[context.rank][at : at + piece.length].tolist()
+            for number, token in enumerate(tokens):
+                read[token] += tokens[: number + 1]
+            at += piece.length
+        spans = ContextSpans.of(lengths, prompts, context, num_tokens, CPU)
+        for reads in spans.reads:
+            assert len(reads.queries.unique()) == len(reads.queries) and len(reads.keys.unique()) == len(reads.keys)
+            assert not reads.spans.causal and min(*reads.spans.queries, *reads.spans.keys) > 0
+            parts = zip(reads.queries.split(reads.spans.queries), reads.keys.split(reads.spans.keys), strict=True)
+            for queries, keys in parts:
+                for query in queries.tolist():
+                    read[int(own[context.rank][query])] += [token_at[key] for key in keys.tolist()]
+        for token, keys in read.items():
+            stretch = next(i for i in range(len(lengths)) if starts[i] <= token < starts[i + 1])
+            expected = list(range(starts[stretch], token + 1))
+            if stretch in followed:
+                prompt = followed[stretch]
+                expected += range(starts[prompt], starts[prompt + 1])
+            assert sorted(keys) == sorted(expected), (context.rank, token)
+
+
+@each_size
+def test_ranks_have_nearly_equal_work(size: int) -> None:
+    """Also where a long row lies beside many short ones."""
+    pairs = [pairs_of(MIXED, each) for each in contexts(size)]
+    assert sum(pairs) == sum(length * (length + 1) // 2 for length in MIXED)
+    assert max(pairs) * size / sum(pairs) < 1.05
+
+
+@each_size
+def test_outputs_of_all_ranks(size: int) -> None:
+    """Each output is of one rank, and `own` takes this rank's of what belongs to all."""
+    lengths, rows = [9, 6, 11], torch.tensor([2, 3, 4, 8, 11, 14, 16, 25])
+    shared = [SharedOutputs.of(rows, 100 + rows, lengths, each) for each in contexts(size)]
+    assert all(torch.equal(each.where, shared[0].where) for each in shared)
+    assert shared[0].where.sort().values.tolist() == (100 + rows).tolist()
+    for each in shared:
+        own = places(pieces_of(lengths, each.context), lengths)
+        assert set((each.own(each.where) - 100).tolist()) == set(own.tolist()) & set(rows.tolist())
