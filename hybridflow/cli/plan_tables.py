@@ -85,7 +85,8 @@ def _roles_table(plan: "Report") -> Table:
 def _grid(role: "Report") -> str:
     chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
     split = (f" ep {role['ep']}" if role["ep"] > 1 else "") + (" sp" if role["sequence_parallel"] else "")
-    return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
+    context = f" x cp {role['cp']}" if role["cp"] > 1 else ""
+    return f"tp {role['tp']}{split} x pp {role['pp']}{chunks}{context} x dp {role['dp']}"
 
 
 def _layers(counts: list[int]) -> str:

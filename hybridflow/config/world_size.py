@@ -42,8 +42,9 @@ def world_size_to_try(config: AnyConfig) -> tuple[int, ConfigError | None]:
 
 
 def _least_ranks(role: RoleConfig) -> int:
-    return (
-        role.tensor_parallel_size
-        * role.pipeline_parallel_size
-        * (role.data_parallel_size or role.replicas_per_expert_copy)
-    )
+    context = role.context_parallel_size
+    if role.data_parallel_size is not None:
+        copies = context * role.data_parallel_size
+    else:
+        copies = math.lcm(context, role.replicas_per_expert_copy)
+    return role.tensor_parallel_size * role.pipeline_parallel_size * copies

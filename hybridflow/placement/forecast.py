@@ -300,11 +300,16 @@ def _role_report(model: PlacedModel) -> Report:
         "parameters": num_parameters(spec.base, spec.head),
         "trained_parameters": num_trained(spec, model.head) if spec.lora is not None else None,
         "dtype": model.config.dtype,
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")},
+        "dp": layout.row_shares,
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
-        "groups_of_first_rank": {axis: list(layout.groups(axis)[0]) for axis in ("tp", "pp", "dp")},
+        "groups_of_first_rank": {
+            **{axis: list(layout.groups(axis)[0]) for axis in ("tp", "pp")},
+            **({"cp": list(layout.context_groups()[0])} if layout.cp > 1 else {}),
+            "dp": list(layout.groups("dp")[0][:: layout.cp]),
+        },
     }
 
 

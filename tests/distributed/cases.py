@@ -221,6 +221,7 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings in stages, experts, kinds of layers
     ("tp2pp1dp1vpp1-none", "llama"),
     ("tp1pp1dp2vpp1-none", "llama"),
+    ("tp1pp1dp1vpp1cp2-none", "llama"),
     ("tp1pp2dp1vpp1-none", "llama"),
     ("tp1pp2dp1vpp2-none", "llama"),
     (SPLIT, "llama"),

@@ -1,10 +1,26 @@
 """What ranks that share tokens have of them, and what their attention reads. For values: `distributed.test_parity`."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybridflow.models.context import Context, ContextSpans, SharedOutputs, most_tokens, pieces_of, places
+from hybridflow.cpu.attention import flash_backward, flash_forward
+from hybridflow.models.attention import PackedSequences, attention_by_length
+from hybridflow.models.context import (
+    Context,
+    ContextSpans,
+    SharedOutputs,
+    context_attention,
+    most_tokens,
+    pieces_of,
+    places,
+)
+from hybridflow.models.shared_prompt import AttentionKernel
 from tests.bench.context_parallel import MIXED, pairs_of
+from tests.worlds import world_of_one
 
 CPU = torch.device("cpu")
 LENGTHS = [
@@ -86,3 +102,37 @@ def test_outputs_of_all_ranks(size: int) -> None:
     for each in shared:
         own = places(pieces_of(lengths, each.context), lengths)
         assert set((each.own(each.where) - 100).tolist()) == set(own.tolist()) & set(rows.tolist())
+
+
+def test_keys_travel_while_the_own_pieces_attend_and_again_backward() -> None:
+    """One rank that shares with nobody has both pieces of each stretch: the values are those of the whole."""
+    lengths, calls = (9, 4), list[str]()
+
+    def noted(call: Any, name: str) -> Any:
+        def noting(*args: Any, **named: Any) -> Any:
+            calls.append(name)
+            return call(*args, **named)
+
+        return noting
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(13, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    whole = attention_by_length(*inputs, packed=PackedSequences.from_lengths(lengths, CPU), scale=0.3)
+    expected = torch.autograd.grad(whole.square().sum(), inputs)
+    kernel = AttentionKernel(noted(flash_forward, "attend"), noted(flash_backward, "attend backward"))
+    with world_of_one() as world, mock.patch.object(dist.Work, "wait", noted(dist.Work.wait, "wait")):
+        context = Context(1, 0, world)
+        own = PackedSequences.from_lengths(tuple(piece.length for piece in pieces_of(lengths, context)), CPU).own
+        spans = ContextSpans.of(lengths, [], context, 13, CPU)
+        with (
+            mock.patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor, "gather")),
+            mock.patch.object(dist, "reduce_scatter_tensor", noted(dist.reduce_scatter_tensor, "sum")),
+        ):
+            out = context_attention(*inputs, own=own, spans=spans, scale=0.3, kernel=kernel)
+            assert calls[:3] == ["gather", "attend", "wait"]
+            calls.clear()
+            found = torch.autograd.grad(out.square().sum(), inputs)
+            assert calls[:3] == ["gather", "attend backward", "wait"] and "sum" in calls
+    assert torch.allclose(out, whole, rtol=0, atol=1e-6)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)

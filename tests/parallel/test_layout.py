@@ -48,6 +48,17 @@ def test_axes_that_leave_a_host() -> None:
     assert not any(shifted.crosses_hosts(axis, 1) for axis in ("tp", "pp")), "groups of one rank"
 
 
+def test_ranks_that_share_tokens_are_neighbours_in_dp() -> None:
+    layout = Layout(2, 2, 4, tuple(range(16)), cp=2)
+    assert layout.row_shares == 2
+    assert layout.context_groups()[:3] == [(0, 2), (4, 6), (1, 3)] and len(layout.context_groups()) == 8
+    assert sorted(rank for group in layout.context_groups() for rank in group) == list(range(16))
+    assert [layout.crosses_hosts("cp", size) for size in (8, 4, 2)] == [False, False, True]
+    assert layout.groups("dp") == Layout(2, 2, 4, tuple(range(16))).groups("dp"), "each has a copy of the weights"
+    with pytest.raises(ValueError, match="cp = 2 does not divide dp = 3"):
+        Layout(1, 1, 3, (0, 1, 2), cp=2)
+
+
 @pytest.mark.parametrize("ranks", [(0, 1, 2), tuple(range(8))])
 def test_ranks_fill_the_layout(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"tp x pp x dp = 2 x 2 x 1 does not fill {len(ranks)} ranks"):

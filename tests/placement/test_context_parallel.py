@@ -1,0 +1,93 @@
+"""Context parallelism before a run: what is refused, and what a rank holds."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.architecture.spec import read_spec
+from hybridflow.cli.plan import main
+from hybridflow.config import RoleConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout
+from hybridflow.placement.context_parallel import check_context, context_bytes
+from hybridflow.placement.footprint import forward_activation_bytes, training_activation_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "configs" / "shapes"
+QWEN, GEMMA, DELTA = (read_spec(SHAPES / name) for name in ("qwen3-8b", "gemma-3-4b", "qwen3.5-4b"))
+
+
+def role(**given: object) -> RoleConfig:
+    return RoleConfig.model_validate({"model": "m", "context_parallel_size": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "spec", "cuda", "message"),
+    [
+        ({}, GEMMA, True, r"actor.context_parallel_size = 2: .*gemma-3-4b has layers with attention within windows"),
+        (
+            {},
+            DELTA,
+            False,
+            r"context_parallel_size = 2: .*qwen3.5-4b has layers with a state that goes from token",
+        ),
+        (
+            {"dtype": "float32"},
+            QWEN,
+            True,
+            r"context_parallel_size = 2 needs dtype = bfloat16 on GPUs, it is float32",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share(given: dict, spec: object, cuda: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_context("actor", role(**given), spec, cuda=cuda)
+    check_context("actor", role(**given, context_parallel_size=1), spec, cuda=cuda)
+
+
+def test_what_they_can() -> None:
+    for given, cuda in (({}, True), ({"dtype": "float32"}, False)):
+        check_context("actor", role(**given), QWEN, cuda=cuda)
+
+
+def test_gathered_keys_and_values_by_hand() -> None:
+    """Of 2 ranks with 100 tokens each, 8 key/value heads of 128 on 2 tensor-parallel ranks, in 16 bits."""
+    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    whole = 2 * (2 * 100) * 2 * 4 * 128
+    assert context_bytes(QWEN, two, itemsize=2, tokens=100) == 2 * whole
+    assert context_bytes(QWEN, two, itemsize=2, tokens=100, backward=True) == 4 * whole
+    assert context_bytes(QWEN, one, itemsize=2, tokens=100) == 0
+    few = SimpleNamespace(latent=None, num_kv_heads=1, head_dim=8)  # one head on each of two ranks
+    assert context_bytes(few, two, itemsize=2, tokens=1) == 2 * (2 * 2 * 2 * 8)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_are_those_of_a_ranks_tokens_and_what_is_gathered(recompute: str) -> None:
+    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    sizes = {"head": "lm", "itemsize": 2, "sequence_parallel": True}
+    found = [
+        training_activation_bytes(QWEN, layout, 0, **sizes, recompute=recompute, tokens=16384, replica_tokens=1 << 20)
+        for layout in (one, two)
+    ]
+    gathered = context_bytes(QWEN, two, itemsize=2, tokens=16384, backward=True)
+    assert found[0] <= found[1] <= found[0] + gathered
+    passes = [forward_activation_bytes(QWEN, layout, 0, **sizes, tokens=16384) for layout in (one, two)]
+    assert passes[0] <= passes[1] <= passes[0] + gathered
+
+
+def test_a_plan_tells_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = ["actor.data_parallel_size=null", "actor.context_parallel_size=2"]
+    held = []
+    for some in (changes[:1], changes):
+        assert main(["configs/llama3_8b_8gpus.yaml", "--json", *some]) == 0
+        found = json.loads(capsys.readouterr().out)
+        held.append(found["memory"]["training"]["worst_rank"])
+    actor = found["roles"][0]
+    assert (actor["tp"], actor["cp"], actor["dp"]) == (4, 2, 1)
+    assert actor["groups_of_first_rank"] == {"tp": [0, 1, 2, 3], "pp": [0], "cp": [0, 4], "dp": [0]}
+    assert held[0]["optimizer"] == held[1]["optimizer"] and held[0]["weights"] == held[1]["weights"]
+    assert main(["configs/llama3_8b_8gpus.yaml", *changes]) == 0
+    assert "tp 4 sp x pp 1 x cp 2 x dp 1" in capsys.readouterr().out
