@@ -82,7 +82,7 @@ def test_a_plan_tells_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     changes = ["actor.data_parallel_size=null", "actor.context_parallel_size=2"]
     held = []
     for some in (changes[:1], changes):
-        assert main(["configs/llama3_8b_8gpus.yaml", "--json", *some]) == 0
+        assert main(["configs/llama3_8b_8gpus.yaml", "--json", "--world-size", "8", *some]) == 0
         found = json.loads(capsys.readouterr().out)
         held.append(found["memory"]["training"]["worst_rank"])
     actor = found["roles"][0]
