@@ -145,7 +145,7 @@ def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection
     dense["intra_dist_opt"] = groups.own([layout.ranks])
     dense["embd"] = groups.own(_ends(layout))
     dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
-    alone = groups.own((rank,) for rank in layout.ranks)  # no context parallelism
+    alone = groups.own((rank,) for rank in layout.ranks)  # megatron's layers know nothing of context parallelism
     return GroupsOfGrid(
         **dense,
         **_groups_of_experts(layout, groups),
