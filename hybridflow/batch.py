@@ -272,6 +272,7 @@ class Tokens:
 
     where: (r,) int64, the places. given: what stands for some of the fields there, (r,) by name.
     ends: of the batch's sequences, see `sequence_ends`; None: found here, from all tokens.
+    own: of (r,) values those that this rank computes, where ranks share tokens; None: all of them.
     """
 
     def __init__(
@@ -282,7 +283,9 @@ class Tokens:
         given: Mapping[str, Tensor] | None = None,
         *,
         ends: Callable[[], Tensor] | None = None,
+        own: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self.own = own or _all_of
         self._batch, self.where, self._device, self._given = batch, where, device, given or {}
         self._ends = ends or sequence_ends(batch)
 
@@ -294,7 +297,7 @@ class Tokens:
 
     def with_given(self, **given: Tensor) -> "Tokens":
         """The same, with other values of these fields."""
-        return Tokens(self._batch, self.where, self._device, {**self._given, **given}, ends=self._ends)
+        return Tokens(self._batch, self.where, self._device, {**self._given, **given}, ends=self._ends, own=self.own)
 
     @property
     def sequences(self) -> Tensor:
@@ -307,6 +310,10 @@ class Tokens:
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
         return to_device_async(values[self.where], self._device)
+
+
+def _all_of(values: Tensor) -> Tensor:
+    return values
 
 
 def sequence_ends(batch: RolloutBatch) -> Callable[[], Tensor]:

@@ -51,8 +51,8 @@ class DeferredLogProbs:
             if self._is_taken:
                 return objective.loss(log_probs, entropy, tokens)
             old = log_probs.detach()
-            if self._actor.grid.contributes and not self._actor.grid.cp_rank:  # ranks that share tokens see all of them
-                self._computed.append((tokens.where, old))
+            if self._actor.grid.contributes:
+                self._computed.append((tokens.own(tokens.where), tokens.own(old)))
             return objective.loss(log_probs, entropy, tokens.with_given(log_probs=old))
 
         return replace(objective, loss=loss)

@@ -87,6 +87,24 @@ def replica_rows(batch: RolloutBatch, num_replicas: int, rows: Sequence[int] | N
     return [sorted(row for group in part for row in group.rows) for part in whole]
 
 
+def rows_of_rank(
+    batch: RolloutBatch, rows: Sequence[int], *, size: int, rank: int, budget: int
+) -> tuple[list[int], list[int]]:
+    """Of the rows of ranks that share tokens: those that this rank computes whole, and those that all of them share.
+
+    A row that is no longer than a rank's part of the token budget is not cut: nothing has to travel for it.
+    """
+    lengths = batch.lengths.tolist()
+    short = [row for row in sorted(rows) if fits_alone(lengths[row], budget // size)]
+    whole = replica_rows(batch, size, short)[rank] if short else []
+    return whole, sorted(set(rows) - set(short))
+
+
+def fits_alone(length: int, limit: int) -> bool:
+    """Whether one of the ranks that share tokens computes a row, with so many tokens at a time."""
+    return length <= limit
+
+
 def rows_that_stay(batch: RolloutBatch, num_replicas: int, epochs: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
     """The rows of each replica, each ascending, where a row has one replica in all mini-batches of all epochs.
 

@@ -32,7 +32,7 @@ from hybridflow.models.micro_batch import (
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Output, Readout
-from hybridflow.models.prompt_groups import replica_rows
+from hybridflow.models.prompt_groups import replica_rows, rows_of_rank
 from hybridflow.models.routing import RowExperts
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -145,23 +145,19 @@ class Role:
         experts: RowExperts | None = None,
     ) -> list[MicroBatch]:
         """Each share of the rows by itself, cut by the token budget; `one` at least. experts: of the engine."""
-        padded, given = self._padded, dict[str, Any]()
+        padded, budget = self._padded, self._config.micro_batch_tokens
+        given: dict[str, Any] = {"padded": padded, "device": self._platform.device}
         if experts is not None:
             given["experts"] = experts
-        if self._context is not None:
-            given["context"] = self._context
-        micro_batches = [
-            micro_batch
-            for rows in shares
-            for micro_batch in make(
-                batch,
-                rows,
-                max_tokens=self._config.micro_batch_tokens,
-                padded=padded,
-                device=self._platform.device,
-                **given,
-            )
-        ]
+        micro_batches = list[MicroBatch]()
+        for rows in shares:
+            if self._context is None:
+                micro_batches += make(batch, rows, max_tokens=budget, **given)
+                continue
+            size, rank = self._context.size, self._context.rank
+            whole, shared = rows_of_rank(batch, rows, size=size, rank=rank, budget=budget)
+            micro_batches += make(batch, shared, max_tokens=budget, context=self._context, **given)
+            micro_batches += make(batch, whole, max_tokens=budget // size, **given)
         if one and not micro_batches:
             micro_batches = [filler(padded, self._platform.device)]
         if self.grid.layout.replicas_per_expert_copy > 1:  # replicas that share experts compute together, pass by pass

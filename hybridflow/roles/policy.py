@@ -215,7 +215,8 @@ class Actor(TrainedRole):
             if mb.shared is None:
                 each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device, ends=ends))
                 return each, {"entropy": entropy, **known}
-            shared, tokens = mb.shared, Tokens(batch, mb.shared.where, log_probs.device, ends=ends)
+            shared = mb.shared
+            tokens = Tokens(batch, shared.where, log_probs.device, ends=ends, own=shared.own)
             whole = shared.gathered(torch.stack([log_probs, entropy], dim=1))  # some losses couple tokens of a row
             each, known = objective.loss(whole[:, 0], whole[:, 1], tokens)
             return shared.own(each), {"entropy": entropy, **{name: shared.own(x) for name, x in known.items()}}

@@ -19,7 +19,7 @@ LAYOUTS = (
     (Case(dp=2), 64),
     (Case(dp=2), 1000),
     (Case(tp=2, pp=2, dp=2), 20),
-    (Case(cp=2), 64),
+    (Case(cp=2), 20),
     (Case(tp=2, cp=2, dp=2, sequence_parallel=True), 20),
 )
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)

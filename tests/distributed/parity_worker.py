@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from hybridflow.config import ExperimentConfig, OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
 from hybridflow.flows.models import Roles
 from hybridflow.flows.of_algorithm import flow_of
-from hybridflow.models import pipeline
+from hybridflow.models import pipeline, prompt_groups
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -65,6 +66,12 @@ def run_case(case: Case, models: Path, world: RunContext) -> dict[str, Tensor]:
     for budget in budgets(case, models.name)[1:]:
         config = experiment(ALGORITHM, case, models, SGD, budget)
         results |= one_iteration(config, make_rollout(), given_roles(config, world), world, str(budget))[1]
+    with mock.patch.object(prompt_groups, "fits_alone", return_value=False):  # ranks that share tokens share all rows
+        return results | run_first_budget(case, models, world)
+
+
+def run_first_budget(case: Case, models: Path, world: RunContext) -> dict[str, Tensor]:
+    results: dict[str, Tensor] = {}
     config = experiment(ALGORITHM, case, models, SGD, BUDGETS[0])
     roles = given_roles(config, world)
     first = [x.clone() for x in trained_weights(roles)]

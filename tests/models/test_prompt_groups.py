@@ -15,6 +15,7 @@ from hybridflow.models.prompt_groups import (
     micro_batch_groups,
     prompt_groups,
     replica_rows,
+    rows_of_rank,
     rows_that_stay,
 )
 
@@ -280,3 +281,15 @@ def test_some_rows_alone_are_dealt_out_as_a_batch_of_them_is(num_replicas: int) 
     some = torch.tensor([0, 1, 2, 4, 5, 7])
     expected = [some[own].tolist() for own in replica_rows(batch.select(some), num_replicas)]
     assert replica_rows(batch, num_replicas, some.tolist()) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_tokens_share_long_rows_and_deal_short_ones(size: int) -> None:
+    """Of a part of the rows: what no rank's part of the budget holds is of all ranks, each other row of one."""
+    lengths = [9, 100, 40, 25, 7, 26, 50, 3]
+    batch, rows = batch_of([(index, [1, 2], length - 2) for index, length in enumerate(lengths)]), [7, 0, 1, 2, 3, 5, 6]
+    found = [rows_of_rank(batch, rows, size=size, rank=rank, budget=100) for rank in range(size)]
+    limit = 100 // size
+    assert all(shared == [row for row in sorted(rows) if lengths[row] > limit] for _, shared in found)
+    assert sorted(row for whole, _ in found for row in whole) == [row for row in sorted(rows) if lengths[row] <= limit]
+    assert rows_of_rank(batch, [1], size=size, rank=0, budget=100) == ([], [1])
