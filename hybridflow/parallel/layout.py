@@ -167,6 +167,12 @@ class Layout:
         """The ranks that share tokens, and stand alike in all else."""
         return [ranks[i : i + self.cp] for ranks in self.groups("dp") for i in range(0, self.dp, self.cp)]
 
+    def groups_of_first_rank(self) -> dict[str, list[int]]:
+        """By axis; dp without the ranks that share tokens, which have an axis of their own where there are such."""
+        found = {axis: list(self.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
+        shared = {"cp": list(self.context_groups()[0])} if self.cp > 1 else {}
+        return {"tp": found["tp"], "pp": found["pp"], **shared, "dp": found["dp"][:: self.cp]}
+
     def expert_groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The same of how the experts are cut: axes are "etp", "ep", "edp" (copies of the experts), "pp"."""
         return self._groups({"pp": self.pp, "edp": self.copies("experts"), "ep": self.ep, "etp": self.expert_tp}, axes)

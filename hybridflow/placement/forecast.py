@@ -305,11 +305,7 @@ def _role_report(model: PlacedModel) -> Report:
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
-        "groups_of_first_rank": {
-            **{axis: list(layout.groups(axis)[0]) for axis in ("tp", "pp")},
-            **({"cp": list(layout.context_groups()[0])} if layout.cp > 1 else {}),
-            "dp": list(layout.groups("dp")[0][:: layout.cp]),
-        },
+        "groups_of_first_rank": layout.groups_of_first_rank(),
     }
 
 
