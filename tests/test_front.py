@@ -284,7 +284,7 @@ def test_a_function_that_no_rank_can_import_is_refused(models, monkeypatch) -> N
         (lambda: get_trainer_config(fsdp=True), "fsdp: unknown argument; there is none here, megatron-core trains"),
         (
             lambda: get_trainer_config(sp_size=2),
-            "get_trainer_config: sp_size: unknown argument; there is none here: a sequence lies on one replica",
+            "get_trainer_config: sp_size: unknown argument; here it is actor.context_parallel_size",
         ),
         (
             lambda: get_trainer_config(size=2),

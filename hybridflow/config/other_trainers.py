@@ -407,7 +407,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("ROLE.sequence_parallel", "sequence_parallel", ""),
     ("ROLE.virtual_pipeline_parallel_size", "virtual_pipeline_model_parallel_size", "chunks a stage"),
     ("ROLE.data_parallel_size", "dp_size", "by default what is left of the ranks"),
-    ("ROLE.context_parallel_size", "ulysses_sequence_parallel_size ring_attn_size sp_size", "keys are gathered"),
+    (
+        "ROLE.context_parallel_size",
+        "context_parallel_size ulysses_sequence_parallel_size ring_attn_size sp_size",
+        "keys are gathered",
+    ),
     ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
     ("ROLE.expert_tensor_parallel_size", "expert_tensor_parallel_size", ""),
     (

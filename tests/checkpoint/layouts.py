@@ -36,6 +36,8 @@ LAYOUTS = {
     "pp2dp2": layout(1, 2, None),
     "tp4": layout(4, 1, None),
     "vpp2": layout(1, 2, "2-3", virtual_pipeline_parallel_size=2),
+    "cp2": layout(1, 1, "0,2", context_parallel_size=2),
+    "cp2dp2": layout(1, 1, None, context_parallel_size=2),
     # whole experts: within a replica, over two, over four of which two share each
     "tp2ep2": layout(2, 1, "1-2", expert_parallel_size=2),
     "dp2ep2": layout(1, 1, "0,2", expert_parallel_size=2),
@@ -87,6 +89,8 @@ CASES = (
     Case("llama", "tp2dp2", "pp2", "momentum"),
     Case("llama", "dp2", "tp2", "momentum", "bfloat16"),
     Case("llama", "tp2", "dp4", "sgd"),
+    Case("llama", "cp2dp2", "tp2"),
+    Case("llama", "tp2dp2", "cp2", dtype="bfloat16"),
     Case("qwen2", "pp2dp2", "tp2dp2", dtype="bfloat16"),
     Case("mixtral", "tp2dp2", "pp2dp2"),
     Case("opt", "dp2", "tp2pp2"),
