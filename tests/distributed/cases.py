@@ -244,8 +244,8 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
 
 def applies(case: Case, family: str) -> bool:
     """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
-    if case.cp > 1 and "qwen3_5" in family:  # its states go from token to token
-        return False
+    if case.cp > 1 and family not in ("llama", "mixtral"):  # what weights have to do with it is nothing
+        return case.name in FAMILY_CASES.get(family, ())
     if case.shares_experts_anew:
         return family in MIXTURES or case.name in FAMILY_CASES.get(family, ())
     if family == "qwen2":
