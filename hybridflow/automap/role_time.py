@@ -27,6 +27,7 @@ from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.config.recompute import MODULES, OF_MIXTURE, Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import chunks_of_rows
+from hybridflow.placement.context_parallel import gathered_columns
 from hybridflow.placement.footprint import stage_elements
 
 BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
@@ -197,8 +198,7 @@ class Model:
         """
         if self.cp == 1:
             return Cost()
-        heads = self.spec.num_heads if self.spec.latent is not None else self.spec.num_kv_heads
-        a_token = 2 * max(heads // self.tp, 1) * self.spec.head_dim * self.device.itemsize(self.dtype)
+        a_token = gathered_columns(self.spec, self.tp) * self.device.itemsize(self.dtype)
         gathered = self.device.all_gather(self.cp * mb.tokens * a_token, self.cp, hosts=self.cp_hosts)
         return gathered.times(2 if backward else 1)
 

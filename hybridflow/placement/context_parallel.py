@@ -32,6 +32,11 @@ def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int
     """
     if layout.cp == 1:
         return 0
-    heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
-    whole = itemsize * layout.cp * tokens * 2 * max(heads // layout.tp, 1) * spec.head_dim
+    whole = itemsize * layout.cp * tokens * gathered_columns(spec, layout.tp)
     return (4 if backward else 2) * whole
+
+
+def gathered_columns(spec: ModelSpec, tp: int) -> int:
+    """Elements of a token's key and value on a tensor-parallel rank."""
+    heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
+    return 2 * max(heads // tp, 1) * spec.head_dim
