@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.architecture.rope import QueryGrowth
-from hybridflow.models.context import ContextSpans, context_attention
+from hybridflow.models.context import ContextSpans
+from hybridflow.models.context_attention import ContextCalls, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.layers import OverHeads
 from hybridflow.models.routing import Routing
@@ -130,6 +131,7 @@ class AttentionFunctions(NamedTuple):
 
     attend: Attend
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]  # (t, heads, head_dim) by cosines and sines
+    kernel: AttentionKernel = VARLEN  # that tells log-sum-exps
 
 
 class PackedAttention(MegatronModule):
@@ -149,7 +151,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or not_none(config.kv_channels) ** -0.5
-        self._attend, self._rotate = functions
+        self._attend, self._rotate, _ = functions
 
     def angles(self, packed: PackedSequences) -> tuple[Tensor | None, Tensor | None]:
         """Cosines and sines that this layer turns queries and keys by."""
@@ -281,13 +283,17 @@ def by_length_or_merged(kernel: AttentionKernel) -> Attend:
     return choose_by_sharing(attention_by_length, partial(merged_attention, kernel=kernel))
 
 
-def with_context(attend: Attend, kernel: AttentionKernel) -> Attend:
-    """By `attend`, and by the kernel where other ranks have parts of the sequences."""
+def with_context(attend: Attend, kernel: AttentionKernel, *, keep: bool) -> Attend:
+    """By `attend`, and by the kernel where other ranks have parts of the sequences.
+
+    keep: the keys and values of other ranks for the backward pass.
+    """
 
     def either(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
         if packed.context is None:
             return attend(query, key, value, packed=packed, scale=scale)
-        return context_attention(query, key, value, own=packed.own, spans=packed.context, scale=scale, kernel=kernel)
+        calls = ContextCalls(packed.own, packed.context, scale, kernel)
+        return context_attention(query, key, value, calls, keep=keep)
 
     return either
 

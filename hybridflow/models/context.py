@@ -1,20 +1,13 @@
 """Context parallelism: the ranks of a context group share the tokens of each micro-batch.
 
 Rank r of c has the pieces r and 2 c - 1 - r of 2 c nearly equal ones of every stretch of tokens: causal attention then
-costs all ranks alike, and so does attention to a shared prompt (Grattafiori et al. 2024, section 3.3.2). Attention of
-the own pieces is merged from several calls of a kernel, by log-sum-exps, as in `shared_prompt`:
+costs all ranks alike, and so does attention to a shared prompt (Grattafiori et al. 2024, section 3.3.2).
 
-    own        a piece with itself, causal
-    before     a piece with all of its stretch before the piece
-    prompts    what follows a shared prompt with all of the prompt
-
-Keys and values of all ranks are gathered for the last two, in the backward pass once more: what is kept is of the own
-tokens. Gradients of keys and values are summed at their owners.
-
-Everything but the attention is of single tokens; which outputs a rank has says `MicroBatch.where`.
+Layers but for the mixer of tokens are of single tokens; which outputs a rank has says `MicroBatch.where`. The mixers:
+`context_attention`, `window_attention`, `latent_attention`, and `delta_net`, where a rank has all tokens of some heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import to_device_async
-from hybridflow.models.shared_prompt import AttentionKernel, AttentionSpans, bounds, merge
+from hybridflow.models.delta_rule import NO_PARENT, Sequences
+from hybridflow.models.shared_prompt import AttentionSpans, bounds
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,12 @@ class SharedOutputs:
 
     def gathered(self, own: Tensor) -> Tensor:
         """(r,) values of all ranks' outputs; gradients come back. Collective over the context's ranks."""
-        sizes = tuple(map(len, self.of_ranks))
-        whole: Tensor = Gathered.apply(own, sizes, self.context) if any(sizes) else own
-        return whole
+        longest = max(map(len, self.of_ranks))
+        if not longest:
+            return own
+        padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+        parts = of_all_ranks(padded, self.context).split(longest)
+        return torch.cat([part[: len(of_rank)] for part, of_rank in zip(parts, self.of_ranks, strict=True)])
 
     def own(self, of_all: Tensor) -> Tensor:
         """This rank's of the values that belong to `where`."""
@@ -111,11 +108,22 @@ class OtherKeys:
 
 @dataclass(frozen=True)
 class ContextSpans:
-    """What attention of the own pieces reads of other ranks. num_tokens: of each rank, padding included."""
+    """What a mixer of the own tokens reads of other ranks.
+
+    num_tokens: of each rank, padding included. stretches: of all ranks together, and the prompt that each continues.
+    gathered: (T,) int64, where the stretches' tokens are among those of all ranks, rank after rank.
+    """
 
     context: Context
     num_tokens: int
     reads: tuple[OtherKeys, ...]
+    stretches: Sequences
+    gathered: Tensor
+
+    @property
+    def here(self) -> slice:
+        """Of all ranks' tokens: this rank's."""
+        return slice(self.context.rank * self.num_tokens, (self.context.rank + 1) * self.num_tokens)
 
     @classmethod
     def of(
@@ -150,7 +158,13 @@ class ContextSpans:
             queries = [own for stretch in followers for own in of_stretch.get(stretch, [])]
             if queries:
                 to_prompts.append((torch.cat(queries), whole[prompt]))
-        return cls(context, num_tokens, tuple(_reads(pairs, device) for pairs in (*before, to_prompts) if pairs))
+        parents = [NO_PARENT] * len(lengths)
+        for prompt, followers in prompts:
+            for stretch in followers:
+                parents[stretch] = prompt
+        reads = tuple(_reads(pairs, device) for pairs in (*before, to_prompts) if pairs)
+        stretches = Sequences(tuple(lengths), tuple(parents))
+        return cls(context, num_tokens, reads, stretches, to_device_async(gathered, device))
 
 
 def _reads(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> OtherKeys:
@@ -160,106 +174,65 @@ def _reads(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Othe
     return OtherKeys(to_device_async(torch.cat(queries), device), to_device_async(torch.cat(keys), device), spans)
 
 
-def context_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    own: AttentionSpans,
-    spans: ContextSpans,
-    scale: float,
-    kernel: AttentionKernel,
-) -> Tensor:
-    """(tokens, heads, head_dim) of the own tokens. own: every piece with itself. Collective over the group."""
-    out: Tensor = ContextAttention.apply(query, key, value, own, spans, scale, kernel)
-    return out
+Arrival = Callable[[], Tensor]
 
 
-class ContextAttention(torch.autograd.Function):
-    """See the module."""
+def begin_gather(own: Tensor, context: Context) -> Arrival:
+    """(n, ...) of each rank -> what is called for the (c n, ...) of all. own: as long on every rank."""
+    own = own.detach().contiguous()
+    whole = own.new_empty(context.size * len(own), *own.shape[1:])
+    work = dist.all_gather_into_tensor(whole, own, group=context.group, async_op=True)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: AttentionSpans,
-        spans: ContextSpans,
-        scale: float,
-        kernel: AttentionKernel,
-    ) -> Tensor:
-        arrives = _gather(key, value, spans)
-        out, lse = kernel.forward(query, key, value, own, scale)
-        lse = lse.contiguous()
-        keys, values = arrives()
-        for reads in spans.reads:
-            some, some_lse = out[reads.queries], lse[reads.queries]
-            more = kernel.forward(query[reads.queries], keys[reads.keys], values[reads.keys], reads.spans, scale)
-            merge(some, some_lse, *more)
-            out[reads.queries], lse[reads.queries] = some, some_lse
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.own, ctx.spans, ctx.scale, ctx.kernel = own, spans, scale, kernel.backward
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        spans, scale = ctx.spans, ctx.scale
-        arrives, grad = _gather(key, value, spans), grad.contiguous()
-        dq, dk, dv = ctx.kernel(grad, query, key, value, out, lse, ctx.own, scale)
-        keys, values = arrives()
-        of_others = [torch.zeros_like(x, dtype=dk.dtype) for x in (keys, values)]
-        for reads in spans.reads:
-            of_queries = (x[reads.queries] for x in (grad, query))
-            of_keys = (x[reads.keys] for x in (keys, values))
-            outputs = (x[reads.queries] for x in (out, lse))
-            more = ctx.kernel(*of_queries, *of_keys, *outputs, reads.spans, scale)
-            for whole, where, part in zip((dq, *of_others), (reads.queries, reads.keys, reads.keys), more, strict=True):
-                whole[where] += part  # no token is in `where` twice
-        dk, dv = (x + more for x, more in zip((dk, dv), _sum_at_owners(of_others, spans), strict=True))
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None
-
-
-def _gather(key: Tensor, value: Tensor, spans: ContextSpans) -> Any:
-    """Begin to gather; what is called for the whole keys and values, (c tokens, heads, head_dim)."""
-    widths = [key.shape[-1], value.shape[-1]]
-    sent = torch.cat([key, value], dim=-1)
-    whole = sent.new_empty(spans.context.size * len(sent), *sent.shape[1:])
-    work = dist.all_gather_into_tensor(whole, sent, group=spans.context.group, async_op=True)
-
-    def arrives() -> tuple[Tensor, ...]:
+    def arrives() -> Tensor:
         work.wait()
-        found: tuple[Tensor, ...] = whole.split(widths, dim=-1)
-        return found
+        return whole
 
     return arrives
 
 
-def _sum_at_owners(of_all: Sequence[Tensor], spans: ContextSpans) -> tuple[Tensor, ...]:
-    """Of gathered keys and values the gradients that all ranks have found, at the rank whose tokens they are."""
-    widths, sent = [x.shape[-1] for x in of_all], torch.cat(list(of_all), dim=-1)
-    own = sent.new_empty(spans.num_tokens, *sent.shape[1:])
-    dist.reduce_scatter_tensor(own, sent, group=spans.context.group)
-    found: tuple[Tensor, ...] = own.split(widths, dim=-1)
-    return found
+def of_all_ranks(own: Tensor, context: Context, arrives: Arrival | None = None) -> Tensor:
+    """(n, ...) of each rank -> (c n, ...); gradients are summed at the owners. own: as long on every rank.
+
+    arrives: of a gather of the same that has begun.
+    """
+    whole: Tensor = OfAllRanks.apply(own, context, arrives)
+    return whole
 
 
-class Gathered(torch.autograd.Function):
-    """Values of own outputs -> of all ranks' outputs, (r, ...) each of its own length; gradients are summed back."""
-
+class OfAllRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, sizes: tuple[int, ...], context: Context) -> Tensor:
-        ctx.sizes, ctx.context = sizes, context
-        longest = max(sizes)
-        padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        whole = padded.new_empty(context.size * longest, *own.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=context.group)
-        return torch.cat([part[:size] for part, size in zip(whole.split(longest), sizes, strict=True)])
+    def forward(ctx: Any, own: Tensor, context: Context, arrives: Arrival | None) -> Tensor:
+        ctx.context = context
+        return (arrives or begin_gather(own, context))()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.context.group)
-        own: Tensor = grad.split(list(ctx.sizes))[ctx.context.rank]
-        return own, None, None
+        return sum_at_owners(grad, ctx.context), None, None
+
+
+def sum_at_owners(of_all: Tensor, context: Context) -> Tensor:
+    """(c n, ...) that each rank has found for all -> (n, ...) of this rank."""
+    own = of_all.new_empty(len(of_all) // context.size, *of_all.shape[1:])
+    dist.reduce_scatter_tensor(own, of_all.contiguous(), group=context.group)
+    return own
+
+
+def exchanged(parts: Tensor, context: Context) -> Tensor:
+    """(c, n, ...), a part for each rank -> (c, n, ...), a part of each rank."""
+    found: Tensor = Exchanged.apply(parts, context)
+    return found
+
+
+class Exchanged(torch.autograd.Function):
+    """Such an exchange is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, context: Context) -> Tensor:
+        ctx.context, sent = context, parts.contiguous()
+        found = torch.empty_like(sent)
+        dist.all_to_all_single(found, sent, group=context.group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Exchanged.forward(ctx, grad, ctx.context), None

@@ -7,8 +7,11 @@ For the hidden states x of a sequence:
     y = W_out (w o / rms(o) silu(z)),  the norm within each head
 
 Key heads are cut over the tensor-parallel ranks, and with each its value heads. `in_proj_qkvz` and `in_proj_ba` are
-what vLLM has under these names: of each part this rank's rows, one part below the other.
+what vLLM has under these names: of each part this rank's rows, one part below the other. With context parallelism each
+of the ranks that share tokens has all tokens of a share of these heads: a state goes from token to token.
 """
+
+from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,9 +22,24 @@ from torch.nn.functional import silu, softplus
 
 from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.delta_rule import DeltaRule, causal_convolution
+from hybridflow.models.context import ContextSpans, exchanged
+from hybridflow.models.delta_rule import DeltaRule, Sequences, causal_convolution
 from hybridflow.models.layers import HeadNorm
 from hybridflow.models.mixer import LinearClasses, Mixer
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Of a rank's heads: one of `count` neighbouring shares."""
+
+    count: int
+    number: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x if self.count == 1 else x.chunk(self.count)[self.number]
+
+
+ALL = HeadShare(1, 0)
 
 
 class Convolution(nn.Module):
@@ -74,20 +92,43 @@ class DeltaNet(Mixer):
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences alone"
         qkvz, ba = (linear(hidden_states)[0].squeeze(1) for linear in (self.in_proj_qkvz, self.in_proj_ba))
-        mix = packed_seq_params.sequences
+        packed = packed_seq_params
 
         def core(qkvz: Tensor, ba: Tensor) -> Tensor:
-            qkv, gate = qkvz.split([2 * self._keys + self._values, self._values], dim=-1)
-            heads = causal_convolution(qkv, self.conv1d.weight, mix)
-            q, k, v = heads.split([self._keys, self._keys, self._values], dim=-1)
-            rate, decay = ba.float().chunk(2, dim=-1)
-            decay = -self.A_log.exp() * softplus(decay + self.dt_bias.float())
-            q, k = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
-            v, gate = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, gate))
-            mixed = self._rule(q, k, v, decay, rate.sigmoid(), sequences=mix)
-            gated: Tensor = self.out_norm(mixed) * silu(gate.float())
-            return gated.to(mixed.dtype).flatten(1)
+            if packed.context is None:
+                return self._mixed(qkvz, ba, packed.sequences, ALL)
+            return self._mixed_over_ranks(qkvz, ba, packed.context)
 
         mixed = self.computed(core, qkvz, ba)
         out: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
         return out
+
+    def _mixed(self, qkvz: Tensor, ba: Tensor, sequences: Sequences, share: HeadShare) -> Tensor:
+        """(t, values of the share) of whole sequences, from what the share's heads have of qkvz and ba."""
+        keys, values = self._keys // share.count, self._values // share.count
+        qkv, gate = qkvz.split([2 * keys + values, values], dim=-1)
+        kernel: Tensor = self.conv1d.weight
+        if share.count > 1:
+            kernel = torch.cat([share.of(x) for x in kernel.split([self._keys, self._keys, self._values])])
+        heads = causal_convolution(qkv, kernel, sequences)
+        q, k, v = heads.split([keys, keys, values], dim=-1)
+        rate, decay = ba.float().chunk(2, dim=-1)
+        decay = -share.of(self.A_log).exp() * softplus(decay + share.of(self.dt_bias).float())
+        q, k = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
+        v, gate = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, gate))
+        mixed = self._rule(q, k, v, decay, rate.sigmoid(), sequences=sequences)
+        gated: Tensor = self.out_norm(mixed) * silu(gate.float())
+        return gated.to(mixed.dtype).flatten(1)
+
+    def _mixed_over_ranks(self, qkvz: Tensor, ba: Tensor, spans: ContextSpans) -> Tensor:
+        """Ranks with parts of the sequences each take all tokens of a share of the heads, and give the outputs back."""
+        context, whole = spans.context, [2 * self._keys + 2 * self._values, ba.shape[-1]]
+        sizes = [self._keys, self._keys, self._values, self._values, ba.shape[-1] // 2, ba.shape[-1] // 2]
+        parts = torch.cat([qkvz, ba], dim=-1).split(sizes, dim=-1)
+        of_ranks = torch.cat([x.unflatten(-1, (context.size, -1)) for x in parts], dim=-1).transpose(0, 1)
+        tokens = exchanged(of_ranks, context).flatten(0, 1)[spans.gathered]
+        inputs = tokens.split([width // context.size for width in whole], dim=-1)
+        own = HeadShare(context.size, context.rank)
+        mixed = self._mixed(inputs[0], inputs[1], spans.stretches, own)
+        found = mixed.new_zeros(context.size * spans.num_tokens, mixed.shape[-1]).index_copy(0, spans.gathered, mixed)
+        return exchanged(found.unflatten(0, (context.size, -1)), context).transpose(0, 1).flatten(1)

@@ -20,14 +20,18 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from hybridflow.architecture.latent_weights import NORM_EPS
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
+from hybridflow.models.context import ContextSpans, begin_gather, of_all_ranks
+from hybridflow.models.context_attention import ContextCalls, attention_to_whole
 from hybridflow.models.layers import RMSNorm, mark
 from hybridflow.models.mixer import LinearClasses, Mixer
+from hybridflow.models.recomputation import attention_runs_again, read_and_dropped
 
 
 class ReplicatedLinear(nn.Module):
@@ -85,44 +89,116 @@ class LatentAttention(Mixer):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences alone"
-        inputs, packed = self._heads_and_key(hidden_states), packed_seq_params
-
-        def core(query: Tensor, key_value: Tensor, rotary_key: Tensor) -> Tensor:
-            return self._attention(query, key_value, rotary_key, packed)
-
-        mixed = self.computed(core, *inputs)
+        packed = packed_seq_params
+        if packed.context is None:
+            mixed = self._within_rank(hidden_states, packed)
+        else:
+            mixed = self._over_ranks(hidden_states, packed, packed.context)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.unsqueeze(1))
         return out
 
-    def _heads_and_key(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all tokens: this rank's heads of queries, and of keys with values, and what turns of the keys."""
+    def _within_rank(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
+        """(tokens, heads x size of v) of this rank's heads."""
+        narrow_query, latent, rotary_key = self._narrow(hidden)
+        query = self._query(narrow_query)
+        key_value = self.linear_kv_b(latent)[0].squeeze(1)
+        rotary_key = self._of_all_heads(rotary_key)
+
+        def core(query: Tensor, key_value: Tensor, rotary_key: Tensor) -> Tensor:
+            turned_key = self._functions.rotate(rotary_key, not_none(packed.cos), not_none(packed.sin))
+            heads = self._turned(query, packed), *self._keys_and_values(key_value, turned_key)
+            return self._values_alone(self._functions.attend(*heads, packed=packed, scale=self._scale))
+
+        return self.computed(core, query, key_value, rotary_key)
+
+    def _over_ranks(self, hidden: Tensor, packed: PackedSequences, spans: ContextSpans) -> Tensor:
+        """The same where other ranks have parts of the sequences: the narrow vectors travel, and here become heads.
+
+        They do so while queries are made. The heads of all tokens are there for one layer at a time.
+        """
+        narrow_query, latent, rotary_key = self._narrow(hidden)
+        sent = torch.cat([latent, self._turned_part(rotary_key, packed)], dim=-1)
+        if torch.is_grad_enabled() and not sent.requires_grad:
+            sent = sent.detach().requires_grad_()  # of a frozen layer in front: what is made again needs one such input
+        begun = [begin_gather(sent, spans.context)]
+        query = self._query(narrow_query)
+
+        def heads_of_all(sent: Tensor) -> Tensor:
+            arrives = begun.pop() if begun else None  # again: none has begun
+            whole = of_all_ranks(sent, spans.context, arrives)
+            latent, rotary_key = whole.split([self._sizes.key_rank, self._sizes.rotary_dim], dim=-1)
+            key_value = self._in_order(self.linear_kv_b(latent)[0].squeeze(1), spans.context.size)
+            turned_key = self._in_order(self._of_all_heads(rotary_key), spans.context.size)
+            return torch.cat(self._keys_and_values(key_value, turned_key), dim=-1)
+
+        def attend(query: Tensor, heads: Tensor) -> Tensor:
+            calls = ContextCalls(packed.own, spans, self._scale, self._functions.kernel)
+            keys, values = heads.chunk(2, dim=-1)
+            return self._values_alone(attention_to_whole(self._turned(query, packed), keys, values, calls))
+
+        if attention_runs_again(self.config):
+            return self.computed(lambda query, sent: attend(query, heads_of_all(sent)), query, sent)
+        return read_and_dropped(lambda heads: attend(query, heads), heads_of_all, sent)
+
+    def _narrow(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this rank's own tokens: what queries are made of, what keys and values are, and what turns of the keys."""
         sizes = self._sizes
         narrow: Any
         if sizes.query_rank is None:
-            query, narrow = self.linear_q(hidden)[0], self.linear_kv_a(hidden)
+            narrow_query, narrow = hidden, self.linear_kv_a(hidden)
         else:
             narrow_query, narrow = self.linear_qkv_a(hidden).split([sizes.query_rank, sizes.cached], dim=-1)
-            query = self.linear_q_b(self.q_a_layernorm(narrow_query))[0]
         latent, rotary_key = narrow.split([sizes.key_rank, sizes.rotary_dim], dim=-1)
-        key_value = self.linear_kv_b(self.kv_a_layernorm(latent))[0]
-        # heads of all ranks read this key: its gradient is the sum over the ranks
-        if self.config.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self._group)
-        else:
-            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self._group)
-        return query.squeeze(1), key_value.squeeze(1), rotary_key
+        return narrow_query, self.kv_a_layernorm(latent), rotary_key
 
-    def _attention(self, query: Tensor, key_value: Tensor, rotary_key: Tensor, packed: PackedSequences) -> Tensor:
-        """(t, heads x size of q), (t, heads x (plain k, v)), (t, 1, turned k) -> (t, heads x size of v)."""
-        sizes, (attend, rotate), cos, sin = self._sizes, self._functions, packed.cos, packed.sin
-        assert cos is not None and sin is not None, "positions are turned"
-        query, key_value = (x.unflatten(-1, (self._heads, -1)) for x in (query, key_value))
-        plain_query, turning = query.split([sizes.plain_dim, sizes.rotary_dim], dim=-1)
-        plain_key, value = key_value.split([sizes.plain_dim, sizes.value_dim], dim=-1)
-        query = torch.cat([plain_query, rotate(turning, cos, sin)], dim=-1)
-        turned_key = rotate(rotary_key, cos, sin).expand(-1, self._heads, -1)
-        key = torch.cat([plain_key, turned_key], dim=-1)
-        if sizes.value_dim < sizes.head_dim:  # kernels know one size of a head
+    def _query(self, narrow: Tensor) -> Tensor:
+        """(t, heads x size of q) of all tokens and this rank's heads."""
+        if self._sizes.query_rank is None:
+            query = self.linear_q(narrow)[0]
+        else:
+            query = self.linear_q_b(self.q_a_layernorm(narrow))[0]
+        found: Tensor = query.squeeze(1)
+        return found
+
+    def _of_all_heads(self, rotary_key: Tensor) -> Tensor:
+        """Of all tokens. Heads of all ranks read this key: its gradient is the sum over the ranks."""
+        found: Tensor
+        if self.config.sequence_parallel:
+            found = gather_from_sequence_parallel_region(rotary_key, group=self._group)
+        else:
+            found = copy_to_tensor_model_parallel_region(rotary_key, group=self._group)
+        return found
+
+    def _turned_part(self, rotary_key: Tensor, packed: PackedSequences) -> Tensor:
+        """Of this rank's own tokens, which with sequence parallelism are a part of the micro-batch's."""
+        cos, sin = not_none(packed.cos), not_none(packed.sin)
+        if self.config.sequence_parallel:
+            cos, sin = (table.chunk(self._group.size())[self._group.rank()] for table in (cos, sin))
+        return self._functions.rotate(rotary_key, cos, sin)
+
+    def _in_order(self, x: Tensor, ranks: int) -> Tensor:
+        """Rank after rank of those that share tokens: tensor-parallel ranks have each gathered a part of theirs."""
+        if not self.config.sequence_parallel:
+            return x
+        found: Tensor = x.unflatten(0, (self._group.size(), ranks, -1)).transpose(0, 1).flatten(0, 2)
+        return found
+
+    def _turned(self, query: Tensor, packed: PackedSequences) -> Tensor:
+        """(t, heads x size of q) -> (t, heads, size of q)"""
+        sizes = self._sizes
+        plain, turning = query.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.rotary_dim], dim=-1)
+        turned = self._functions.rotate(turning, not_none(packed.cos), not_none(packed.sin))
+        return torch.cat([plain, turned], dim=-1)
+
+    def _keys_and_values(self, key_value: Tensor, turned_key: Tensor) -> tuple[Tensor, Tensor]:
+        """(t, heads x (plain k, v)), (t, 1, turned k) -> each (t, heads, size of q): kernels know one size of heads."""
+        sizes = self._sizes
+        plain, value = key_value.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.value_dim], dim=-1)
+        key = torch.cat([plain, turned_key.expand(-1, self._heads, -1)], dim=-1)
+        if sizes.value_dim < sizes.head_dim:
             value = pad(value, (0, sizes.head_dim - sizes.value_dim))
-        out: Tensor = attend(query, key, value, packed=packed, scale=self._scale)
-        return out[..., : sizes.value_dim].flatten(1)
+        return key, value
+
+    def _values_alone(self, out: Tensor) -> Tensor:
+        """(t, heads, size of q) -> (t, heads x size of v)"""
+        return out[..., : self._sizes.value_dim].flatten(1)

@@ -127,20 +127,27 @@ def delta_rule_function(dtype: torch.dtype) -> DeltaRule:
 
 
 def attention_functions(
-    dtype: torch.dtype, *, interleaved: bool = False, backend: str = "flash", window: int | None = None
+    dtype: torch.dtype,
+    *,
+    interleaved: bool = False,
+    backend: str = "flash",
+    window: int | None = None,
+    keep: bool = False,
 ) -> AttentionFunctions:
     """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions. backend: on GPUs.
 
-    window: tokens that attention reaches back, for which there is one way a device.
+    window: tokens that attention reaches back, for which there is one way a device. keep: the keys and values of other
+    ranks for the backward pass, with context parallelism.
     """
     by_torch = rotation(neighbours if interleaved else halves)
     if window is not None:
         by_varlen = uses_cuda() and dtype != torch.float32
         return AttentionFunctions(attend_in_window(window, by_varlen=by_varlen), by_torch)
     if uses_cuda():
-        return AttentionFunctions(with_context(attend_on_gpus(dtype, backend), VARLEN), by_torch)
+        attend = attend_on_gpus(dtype, backend)
+        return AttentionFunctions(with_context(attend, VARLEN, keep=keep), by_torch, VARLEN)
     kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
     if library() is None:
-        return AttentionFunctions(with_context(by_length_or_merged(kernel), kernel), by_torch)
-    attend = with_context(cpu_attention.attend, kernel)
-    return AttentionFunctions(attend, by_torch if interleaved else cpu_attention.rotated)
+        return AttentionFunctions(with_context(by_length_or_merged(kernel), kernel, keep=keep), by_torch, kernel)
+    attend = with_context(cpu_attention.attend, kernel, keep=keep)
+    return AttentionFunctions(attend, by_torch if interleaved else cpu_attention.rotated, kernel)

@@ -43,7 +43,7 @@ from hybridflow.models.layer_classes import (
 from hybridflow.models.layers import GeGLU, LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
 from hybridflow.models.norms_behind import NormsBehindLayer
 from hybridflow.models.opt import PostNormLayer
-from hybridflow.models.recomputation import add_own_modules, megatron_arguments, runs_again
+from hybridflow.models.recomputation import add_own_modules, attention_runs_again, megatron_arguments, runs_again
 from hybridflow.models.wide_norm import WideHeadNorm
 from hybridflow.models.window_attention import UnturnedAttention, WindowAttention
 from hybridflow.parallel.grid import Grid
@@ -237,7 +237,13 @@ def _attention_functions(
     config: TransformerConfig, *, interleaved: bool, window: int | None = None
 ) -> AttentionFunctions:
     backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
-    return attention_functions(config.params_dtype, interleaved=interleaved, backend=backend, window=window)
+    return attention_functions(
+        config.params_dtype,
+        interleaved=interleaved,
+        backend=backend,
+        window=window,
+        keep=attention_runs_again(config),
+    )
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:

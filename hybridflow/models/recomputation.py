@@ -47,6 +47,11 @@ def runs_again(config: TransformerConfig, module: str) -> bool:
     return module in modules and not (module in OF_MIXTURE and "moe" in modules)
 
 
+def attention_runs_again(config: TransformerConfig) -> bool:
+    """By itself or with the layer: what attention keeps is then there for one layer at a time."""
+    return config.recompute_granularity == "full" or runs_again(config, "core_attn")
+
+
 def needs_gradients_of_inputs(config: TransformerConfig) -> bool:
     """Whether megatron computes something with weights again, which it does only for inputs that have a gradient."""
     if config.recompute_granularity == "full":

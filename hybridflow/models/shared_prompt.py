@@ -216,12 +216,19 @@ def attention_with_copies(
     for (start, prompt), length in zip(before.items(), own.queries, strict=True):
         stretch = slice(start, start + length)
         k, v = (torch.cat([x[prompt], x[stretch]]) for x in (key, value))
-        mask = torch.ones(length, len(k), dtype=torch.bool, device=query.device).tril(len(k) - length)
-        mask = mask if window is None else mask.triu(len(k) - length + 1 - window)
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[stretch], k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        outputs.append(out[0].transpose(0, 1))
+        outputs.append(attention_of_last(query[stretch], k, v, scale=scale, window=window))
     return torch.cat(outputs)
+
+
+def attention_of_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
+    """(tokens, heads, head_dim) where the queries are the last of the keys; window: as above."""
+    before = len(key) - len(query)
+    mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(before)
+    mask = mask if window is None else mask.triu(before + 1 - window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    found: Tensor = out[0].transpose(0, 1)
+    return found
 
 
 def prompts_before(own: AttentionSpans, shared: SharedPrompts) -> Iterator[slice]:

@@ -3,17 +3,24 @@
 What follows a shared prompt reaches into the prompt's last tokens. The log-sum-exps of two calls cannot say that: how
 far a query reaches into the prompt depends on where the query stands. So each response has copies of those keys and
 values, which are no more than the window.
+
+With context parallelism each own piece has copies of the keys and values before it that are in reach. Ranks send each
+other the ends of their pieces, which are no more than the window either.
 """
 
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.attention import Attend, PackedAttention, PackedSequences
-from hybridflow.models.shared_prompt import attention_with_copies, bounds, prompts_before
+from hybridflow.models.context import Context, ContextSpans, of_all_ranks, pieces_of
+from hybridflow.models.delta_rule import NO_PARENT, Sequences
+from hybridflow.models.shared_prompt import attention_of_last, attention_with_copies, bounds, prompts_before
 
 
 class WindowAttention(PackedAttention):
@@ -45,6 +52,10 @@ def window_attention(
         return attention_with_copies(
             query, key, value, own=packed.own, shared=packed.shared, scale=scale, window=window
         )
+    if packed.context is not None:
+        keys, values, lengths = with_ends(key, value, packed, packed.context, window)
+        heads = zip(query.split(packed.lengths), keys.split(lengths), values.split(lengths), strict=True)
+        return torch.cat([attention_of_last(*tensors, scale=scale, window=window) for tensors in heads])
     sizes = [count * length for count, length in packed.runs()]
     outputs = []
     for (count, length), *tensors in zip(
@@ -63,9 +74,12 @@ def varlen_window_attention(
     """The same in one kernel, which sees queries as the last of their keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    key_bounds, longest = packed.cu_seqlens_kv, packed.max_seqlen_kv
-    if packed.shared is not None:
+    key_bounds, longest, lengths = packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths
+    if packed.context is not None:
+        key, value, lengths = with_ends(key, value, packed, packed.context, window)
+    elif packed.shared is not None:
         key, value, lengths = with_copies(key, value, packed, window)
+    if lengths is not packed.lengths:
         key_bounds, longest = bounds(lengths, key.device), max(lengths)
     out = varlen_attn(
         query,
@@ -110,3 +124,70 @@ def with_copies(
 
 def _last(x: Tensor, count: int) -> Tensor:
     return x[max(0, len(x) - count) :]
+
+
+# ------------------------------------------------------------------------------------------------ over ranks
+
+
+@dataclass(frozen=True)
+class End:
+    """The last tokens of a piece."""
+
+    rank: int
+    number: int  # of the piece among the rank's
+    count: int
+
+
+class InReach(NamedTuple):
+    """Which ends of pieces ranks send, and which of them stand before each own piece."""
+
+    sent: tuple[tuple[int, ...], ...]  # of each rank, of each of its pieces: how many tokens
+    before: tuple[tuple[End, ...], ...]
+
+
+@lru_cache(maxsize=1 << 4)  # every layer of a micro-batch asks for the same
+def in_reach(stretches: Sequences, size: int, rank: int, window: int) -> InReach:
+    """size: ranks that share the stretches' tokens. A piece reaches back into the prompt that its stretch continues."""
+    pieces = [pieces_of(stretches.lengths, Context(size, each, None)) for each in range(size)]
+    sent = tuple(tuple(min(piece.length, window - 1) for piece in of_rank) for of_rank in pieces)
+    of_stretch: dict[int, list[tuple[int, End]]] = {}  # where each piece begins, and its end
+    for each, of_rank in enumerate(pieces):
+        for number, piece in enumerate(of_rank):
+            end = End(each, number, sent[each][number])
+            of_stretch.setdefault(piece.stretch, []).append((piece.first, end))
+
+    def ends_before(stretch: int, first: int, count: int) -> tuple[End, ...]:
+        found: list[End] = []
+        for _, end in sorted((x for x in of_stretch.get(stretch, []) if x[0] < first), reverse=True):
+            if count:
+                found.insert(0, replace(end, count=min(end.count, count)))
+                count -= found[0].count
+        parent = stretches.parents[stretch]
+        if count and parent != NO_PARENT:
+            return (*ends_before(parent, stretches.lengths[parent], count), *found)
+        return tuple(found)
+
+    return InReach(sent, tuple(ends_before(piece.stretch, piece.first, window - 1) for piece in pieces[rank]))
+
+
+def with_ends(
+    key: Tensor, value: Tensor, packed: PackedSequences, spans: ContextSpans, window: int
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Keys and values of every own piece, behind those before it that are in reach; and how many they are.
+
+    Gradients of a token's keys are summed over the pieces that reach it in float32, in one order, and then over ranks.
+    Collective over the ranks that share tokens.
+    """
+    reach = in_reach(spans.stretches, spans.context.size, spans.context.rank, window)
+    both = torch.cat([key, value], dim=-1)
+    own = both.split(packed.lengths)  # padding is the last, if there is any
+    ends = torch.cat([_last(x, window - 1) for x in own[: len(reach.before)]])
+    longest = max(1, *map(sum, reach.sent))
+    padded = torch.cat([ends, ends.new_zeros(longest - len(ends), *ends.shape[1:])])
+    of_ranks = of_all_ranks(padded, spans.context).float().split(longest)
+    parts = [x.split([*sizes, longest - sum(sizes)]) for x, sizes in zip(of_ranks, reach.sent, strict=True)]
+    before = [[_last(parts[end.rank][end.number], end.count) for end in of_piece] for of_piece in reach.before]
+    before += [[]] * (len(own) - len(before))
+    found = [torch.cat([*ends, piece.float()]) for ends, piece in zip(before, own, strict=True)]
+    keys, values = torch.cat(found).to(key.dtype).split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys.contiguous(), values.contiguous(), tuple(map(len, found))

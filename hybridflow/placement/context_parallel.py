@@ -5,22 +5,22 @@ from hybridflow.config import RoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
 
-REFUSED = {"delta_net": "a state that goes from token to token", "window": "attention within windows"}  # mixers
-
 
 def check_context(name: str, config: RoleConfig, spec: ModelSpec, *, cuda: bool) -> None:
-    """Raise ConfigError where attention of one row cannot be computed by several ranks."""
-    given = f"{name}.context_parallel_size = {config.context_parallel_size}"
-    if config.context_parallel_size == 1:
+    """Raise ConfigError where several ranks cannot compute one row."""
+    ranks = config.context_parallel_size
+    given = f"{name}.context_parallel_size = {ranks}"
+    if ranks == 1:
         return
     if cuda and config.dtype == "float32":
         raise ConfigError(
             f"{given} needs dtype = bfloat16 on GPUs, it is float32: torch's attention in float32 tells no log-sum-exps"
         )
-    for mixer in dict.fromkeys(kind.mixer for kind in spec.layer_kinds):
-        if mixer in REFUSED:
-            what = REFUSED[mixer]
-            raise ConfigError(f"{given}: {spec.path} has layers with {what}, which ranks cannot share here. Write 1")
+    if spec.delta is not None and (heads := spec.delta.key_heads // config.tensor_parallel_size) % ranks:
+        raise ConfigError(
+            f"{given}: {spec.path} has gated delta nets, of whose {heads} key heads on a tensor-parallel "
+            f"rank each takes an equal share. Write a divisor of {heads}"
+        )
 
 
 def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:

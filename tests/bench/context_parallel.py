@@ -5,7 +5,8 @@
 Attention of a layer forward and backward, on 2 and on 4 ranks of CPUs, over one long row and many short ones of equal
 tokens: 8 query heads, 2 key/value heads of 64, in bfloat16. Pairs are counted; bytes are those of what gathers and sums
 are given, times the part that leaves a rank. The formula, with T tokens and c ranks: (c - 1) / c T x 2 heads x 64 x 2
-bytes forward, three times as much with the backward pass, which gathers again and sums gradients.
+bytes forward, three times as much with the backward pass, which gathers again and sums gradients. Where the layer is
+computed again, what its second forward pass gathers is kept for the backward pass: that pass sends as much, too.
 """
 
 import argparse
@@ -39,8 +40,10 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ:
         measure(options.tokens)
         return
-    print("| ranks | pairs of a rank over the mean | tokens of a rank over the mean | bytes of a rank | formula |")
-    print("|---|---|---|---|---|", flush=True)
+    print(
+        "| ranks | pairs of a rank over the mean | tokens of a rank over the mean | kept | bytes of a rank | formula |"
+    )
+    print("|---|---|---|---|---|---|", flush=True)
     for ranks in (2, 4):
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command = [*launch, "-m", "tests.bench.context_parallel", "--tokens", str(options.tokens)]
@@ -54,6 +57,7 @@ def measure(tokens: int) -> None:
     from hybridflow.cpu.attention import flash_backward, flash_forward
     from hybridflow.models import context as module
     from hybridflow.models.attention import PackedSequences
+    from hybridflow.models.context_attention import ContextCalls, context_attention
     from hybridflow.models.shared_prompt import AttentionKernel
     from hybridflow.parallel import platform as platforms
 
@@ -76,27 +80,26 @@ def measure(tokens: int) -> None:
 
         return counting
 
-    with (
-        mock.patch.object(dist, "all_gather_into_tensor", counted(dist.all_gather_into_tensor, 0)),
-        mock.patch.object(dist, "reduce_scatter_tensor", counted(dist.reduce_scatter_tensor, 1)),
-    ):
-        out = module.context_attention(
-            query,
-            key,
-            value,
-            own=packed.own,
-            spans=spans,
-            scale=HEAD_DIM**-0.5,
-            kernel=AttentionKernel(flash_forward, flash_backward),
-        )
-        out.float().square().sum().backward()
+    calls = ContextCalls(packed.own, spans, HEAD_DIM**-0.5, AttentionKernel(flash_forward, flash_backward))
+    found = []
+    for keep in (False, True):
+        sent.clear()
+        with (
+            mock.patch.object(dist, "all_gather_into_tensor", counted(dist.all_gather_into_tensor, 0)),
+            mock.patch.object(dist, "reduce_scatter_tensor", counted(dist.reduce_scatter_tensor, 1)),
+        ):
+            out = context_attention(query, key, value, calls, keep=keep)
+            out.float().square().sum().backward()
+        found.append(sent["elements"] * BYTES)
     everyone = [Context(size, each, None) for each in range(size)]
     pairs = [pairs_of(lengths, each) for each in everyone]
     counts = [sum(piece.length for piece in pieces_of(lengths, each)) for each in everyone]
     if rank == 0:
-        formula = 3 * (size - 1) / size * sum(lengths) * 2 * KV_HEADS * HEAD_DIM * BYTES
         cells = [size, f"{max(pairs) * size / sum(pairs):.4f}", f"{max(counts) * size / sum(counts):.4f}"]
-        print("|", " | ".join(map(str, [*cells, f"{sent['elements'] * BYTES:,}", f"{formula:,.0f}"])), "|", flush=True)
+        once = (size - 1) / size * sum(lengths) * 2 * KV_HEADS * HEAD_DIM * BYTES
+        for kept, times, counted_bytes in zip(("no", "yes"), (3, 2), found, strict=True):
+            row = [*cells, kept, f"{counted_bytes:,}", f"{times * once:,.0f}"]
+            print("|", " | ".join(map(str, row)), "|", flush=True)
     platforms.stop()
 
 

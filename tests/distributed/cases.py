@@ -107,6 +107,8 @@ MIXED = "tp2pp2dp1vpp1sp-none"
 WHOLE_EXPERTS = "tp2pp2dp1vpp1ep2etpNonesp-selective"
 EXPERTS_OF_REPLICAS = "tp2pp1dp2vpp1ep4etpNonesp-none"
 CONTEXT, CONTEXT_IN_STAGES = "tp2pp1dp1vpp1cp2sp-full", "tp1pp2dp1vpp1cp2-selective"
+# computed again whole, in part, and not at all; with and without sequence parallelism
+CONTEXT_OF_MIXERS = (CONTEXT, CONTEXT_IN_STAGES, "tp1pp1dp1vpp1cp4-none", "tp2pp2dp1vpp2cp2sp-none")
 FEW_KV = "tp4pp1dp1vpp1-none"  # more ranks than key/value heads
 # A family differs from llama in its weights and their split, not in what stages and replicas do: so each is tried where
 # its weights are cut in another way, and llama alone in every layout.
@@ -128,19 +130,19 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
     "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
     # states and convolutions that stages, recomputation, several chunks and tensor-parallel ranks cut; gates
-    "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
-    "qwen3_5_moe": (SPLIT, STAGED, MIXED),
-    "gemma3": (SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective"),
+    "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective", *CONTEXT_OF_MIXERS),
+    "qwen3_5_moe": (SPLIT, STAGED, MIXED, CONTEXT),
+    "gemma3": (SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective", *CONTEXT_OF_MIXERS),
     "phi3": (SPLIT, STAGED, MIXED, FEW_KV),
     "ministral3": (SPLIT, STAGED, MIXED),
     "smollm3": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
-    "olmo3": (SPLIT, STAGED, MIXED),
+    "olmo3": (SPLIT, STAGED, MIXED, CONTEXT),
     "glm4_moe_lite": (SPLIT, STAGED, MIXED, WHOLE_EXPERTS),
     "deepseek_v3": (
         SPLIT,
         STAGED,
         MIXED,
-        CONTEXT,
+        *CONTEXT_OF_MIXERS,
         "tp2pp1dp1vpp1-none",
         "tp2pp2dp1vpp2sp-selective",
         EXPERTS_OF_REPLICAS,

@@ -13,12 +13,14 @@ from hybridflow.models.context import (
     Context,
     ContextSpans,
     SharedOutputs,
-    context_attention,
     most_tokens,
     pieces_of,
     places,
 )
+from hybridflow.models.context_attention import ContextCalls, attention_to_whole, context_attention
+from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.models.window_attention import in_reach
 from tests.bench.context_parallel import MIXED, pairs_of
 from tests.worlds import world_of_one
 
@@ -104,7 +106,8 @@ def test_outputs_of_all_ranks(size: int) -> None:
         assert set((each.own(each.where) - 100).tolist()) == set(own.tolist()) & set(rows.tolist())
 
 
-def test_keys_travel_while_the_own_pieces_attend_and_again_backward() -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_keys_travel_while_the_own_pieces_attend_and_again_backward_unless_kept(keep: bool) -> None:
     """One rank that shares with nobody has both pieces of each stretch: the values are those of the whole."""
     lengths, calls = (9, 4), list[str]()
 
@@ -128,11 +131,46 @@ def test_keys_travel_while_the_own_pieces_attend_and_again_backward() -> None:
             mock.patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor, "gather")),
             mock.patch.object(dist, "reduce_scatter_tensor", noted(dist.reduce_scatter_tensor, "sum")),
         ):
-            out = context_attention(*inputs, own=own, spans=spans, scale=0.3, kernel=kernel)
+            calls_of = ContextCalls(own, spans, 0.3, kernel)
+            out = context_attention(*inputs, calls_of, keep=keep)
             assert calls[:3] == ["gather", "attend", "wait"]
             calls.clear()
             found = torch.autograd.grad(out.square().sum(), inputs)
-            assert calls[:3] == ["gather", "attend backward", "wait"] and "sum" in calls
-    assert torch.allclose(out, whole, rtol=0, atol=1e-6)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+            backward = ["attend backward"] if keep else ["gather", "attend backward", "wait"]
+            assert calls[: len(backward)] == backward and calls.count("gather") == (not keep) and "sum" in calls
+        of_whole = attention_to_whole(*inputs, calls_of)
+        of_whole_gradients = torch.autograd.grad(of_whole.square().sum(), inputs)
+    for ours, gradients in ((out, found), (of_whole, of_whole_gradients)):
+        assert torch.allclose(ours, whole, rtol=0, atol=1e-6)
+        for mine, theirs in zip(gradients, expected, strict=True):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+@each_size
+@each_case
+@pytest.mark.parametrize("window", [1, 2, 5, 64])
+def test_before_each_piece_stands_what_a_window_reaches(
+    lengths: list[int], prompts: list, size: int, window: int
+) -> None:
+    """Also where pieces are shorter than the window, and where a prompt stands in front."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    parents = {follower: prompt for prompt, followers in prompts for follower in followers}
+    stretches = Sequences(tuple(lengths), tuple(parents.get(i, NO_PARENT) for i in range(len(lengths))))
+
+    def tokens_of(stretch: int) -> list[int]:
+        return list(range(starts[stretch], starts[stretch + 1]))
+
+    own = [
+        [tokens_of(piece.stretch)[piece.first :][: piece.length] for piece in pieces_of(lengths, each)]
+        for each in contexts(size)
+    ]
+    for rank, pieces in enumerate(own):
+        reach = in_reach(stretches, size, rank, window)
+        sent = [[x[len(x) - n :] for x, n in zip(*both, strict=True)] for both in zip(own, reach.sent, strict=True)]
+        assert all(n <= window - 1 for of_rank in reach.sent for n in of_rank)
+        for piece, tokens, ends in zip(pieces_of(lengths, contexts(size)[rank]), pieces, reach.before, strict=True):
+            before = [token for end in ends for token in sent[end.rank][end.number][-end.count :]]
+            line = tokens_of(parents[piece.stretch]) if piece.stretch in parents else []
+            line = [*line, *tokens_of(piece.stretch)]
+            place = line.index(tokens[0])
+            assert before == line[max(0, place - window + 1) : place]

@@ -26,12 +26,17 @@ def role(**given: object) -> RoleConfig:
 @pytest.mark.parametrize(
     ("given", "spec", "cuda", "message"),
     [
-        ({}, GEMMA, True, r"actor.context_parallel_size = 2: .*gemma-3-4b has layers with attention within windows"),
         (
-            {},
+            {"context_parallel_size": 3},
             DELTA,
             False,
-            r"context_parallel_size = 2: .*qwen3.5-4b has layers with a state that goes from token",
+            r"context_parallel_size = 3: .*qwen3.5-4b has gated delta nets, of whose 16 key heads .* divisor of 16",
+        ),
+        (
+            {"context_parallel_size": 16, "tensor_parallel_size": 2},
+            DELTA,
+            False,
+            r"context_parallel_size = 16: .* of whose 8 key heads .* Write a divisor of 8",
         ),
         (
             {"dtype": "float32"},
@@ -44,12 +49,13 @@ def role(**given: object) -> RoleConfig:
 def test_what_ranks_cannot_share(given: dict, spec: object, cuda: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_context("actor", role(**given), spec, cuda=cuda)
-    check_context("actor", role(**given, context_parallel_size=1), spec, cuda=cuda)
+    check_context("actor", role(**given | {"context_parallel_size": 1}), spec, cuda=cuda)
 
 
 def test_what_they_can() -> None:
     for given, cuda in (({}, True), ({"dtype": "float32"}, False)):
-        check_context("actor", role(**given), QWEN, cuda=cuda)
+        for spec in (QWEN, GEMMA, DELTA):
+            check_context("actor", role(**given), spec, cuda=cuda)
 
 
 def test_gathered_keys_and_values_by_hand() -> None:
