@@ -23,6 +23,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.ranks import counted
 
 SECONDS = 60.0  # that it may take to choose
@@ -39,6 +40,10 @@ class Facts:
     memory_bytes: int
     margin_bytes: int
     what: str
+
+    @property
+    def platform(self) -> PlatformName:
+        return "cpu" if self.profile.shared is not None else "cuda"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hybridflow.automap.mean_rows import MeanRows
 from hybridflow.automap.role_time import Model
 from hybridflow.automap.sizes import (
     at_once,
+    context_sizes,
     deals_experts,
     expert_sizes,
     shares_experts,
@@ -78,7 +79,7 @@ class RoleOption:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.layout.tp, self.layout.pp, self.layout.ep
+        return self.layout.tp, self.layout.pp, self.layout.ep, self.layout.cp
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -244,19 +245,27 @@ class Options:
             for pp in values(free, given, "pipeline_parallel_size", stage_counts(self.specs[name], num_ranks, tp)):
                 if num_ranks % (tp * pp):
                     continue
-                dp = given.data_parallel_size
-                if "data_parallel_size" not in free and dp is not None and tp * pp * dp != num_ranks:
-                    continue
                 chunks = values(free, given, "virtual_pipeline_parallel_size", MODEL_CHUNKS)
                 for vpp in chunks if pp > 1 else [vpp for vpp in chunks if vpp == 1]:
-                    sizes = dict(zip(SIZES, (tp, pp, vpp, num_ranks // (tp * pp)), strict=True))
-                    if "data_parallel_size" not in free:
-                        sizes["data_parallel_size"] = dp
+                    sizes = dict(zip(SIZES, (tp, pp, vpp), strict=False))
                     if "pipeline_parallel_size" in free and pp == 1:
-                        sizes |= dict.fromkeys(
-                            ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"), None
-                        )
-                    yield from (sizes | experts for experts in self._experts(name, given, tp, num_ranks // (tp * pp)))
+                        ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+                        sizes |= dict.fromkeys(ends, None)
+                    for replicas in self._replicas(name, given, tp, num_ranks // (tp * pp)):
+                        experts = self._experts(name, given, tp, num_ranks // (tp * pp))
+                        yield from (sizes | replicas | each for each in experts)
+
+    def _replicas(self, name: str, given: RoleConfig, tp: int, copies: int) -> Iterator[dict[str, Any]]:
+        """Of so many copies of the model: those that have rows of their own, and those that share rows' tokens."""
+        free, own = self.free[name], given.data_parallel_size
+        sizes = context_sizes(self.specs[name], tp, longest_sequence(self.config))
+        for cp in values(free, given, "context_parallel_size", sizes):
+            if copies % cp:
+                continue
+            if "data_parallel_size" in free:
+                yield {"context_parallel_size": cp, "data_parallel_size": copies // cp}
+            elif own is None or own * cp == copies:
+                yield {"context_parallel_size": cp, "data_parallel_size": own}
 
     def _experts(self, name: str, given: RoleConfig, tp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Whole ones on each tensor-parallel rank or over several replicas, or a share of each; as the config says
@@ -353,7 +362,7 @@ class Options:
     def _without_offloading(model: PlacedModel) -> tuple[Any, ...]:
         config, layout = model.config, model.layout
         recompute = config.recompute if isinstance(config, TrainedRoleConfig) else ""
-        sizes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.expert_tp, len(layout.ranks))
+        sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.expert_tp, len(layout.ranks))
         return (model.name, *sizes, config.sequence_parallel, config.micro_batch_tokens, recompute)
 
     def _seconds(self, model: PlacedModel) -> tuple[float, float, float]:

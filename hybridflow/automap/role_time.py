@@ -19,6 +19,7 @@ from math import ceil
 
 from hybridflow.architecture.flops import mean_mixing_flops, mixer_products, mixer_shares
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.automap.context_time import ContextWork
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.expert_time import ExpertWork
 from hybridflow.automap.mean_rows import MeanRows, Pass, passes
@@ -27,7 +28,6 @@ from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.config.recompute import MODULES, OF_MIXTURE, Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import chunks_of_rows
-from hybridflow.placement.context_parallel import gathered_columns
 from hybridflow.placement.footprint import stage_elements
 
 BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
@@ -57,7 +57,8 @@ class Model:
         return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
 
     def _forward_layer(self, mb: Pass) -> Cost:
-        work = total((self.products(mb.tokens), *self._besides(mb, 1.0, backward=False)))
+        context = self.context.forward(mb) if self.context else Cost()
+        work = total((self.products(mb.tokens), *self._besides(mb, 1.0, backward=False), context))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
     def backward_layer(self, mb: Pass, recompute: Recompute) -> Cost:
@@ -72,6 +73,8 @@ class Model:
             backward.append(self._adapters(mb.tokens).times(2))
         experts = self.experts.products(mb.tokens, backward=True) if self.experts else Cost()
         parts = [*backward, experts, *self._besides(mb, 2.0, backward=True)]
+        if self.context:
+            parts.append(self.context.backward(mb, kept="core_attn" in modules_of(recompute)))
         if recompute != "full":
             modules = modules_of(recompute)
             within = OF_MIXTURE if "moe" in modules else ()
@@ -83,7 +86,8 @@ class Model:
         """A module forward once more. Where there are experts, no layer is taken as dense."""
         spec, experts = self.spec, self.experts
         if module == "core_attn":
-            return self._attention(mb, backward=False)
+            context = self.context.forward(mb) if self.context else Cost()
+            return self._attention(mb, backward=False) + context
         if module == "layernorm":
             sp = self.tp if self.sequence_parallel else 1
             return self._passes(mb, NORM_PASSES * self.device.itemsize(self.dtype) * spec.hidden_size / sp)
@@ -119,6 +123,13 @@ class Model:
         """None: the model has none. With them, no layer is taken as dense."""
         cut = self.cut or Cut(self.tp, self.tp)
         return ExpertWork(self.spec, cut, self.dtype, self.device) if self.spec.num_experts else None
+
+    @cached_property
+    def context(self) -> ContextWork | None:
+        """None: no other rank has a part of the tokens."""
+        if self.cp == 1:
+            return None
+        return ContextWork(self.spec, self.tp, self.cp, self.cp_hosts, self.dtype, self.device)
 
     @cached_property
     def matrices(self) -> list[tuple[float, float]]:
@@ -188,19 +199,7 @@ class Model:
             self._attention(mb, backward=backward),
             self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), backward=backward, busy=self.tp),
             self._messages(mb, backward=backward),
-            self._gathered_keys(mb, backward=backward),
         ]
-
-    def _gathered_keys(self, mb: Pass, *, backward: bool) -> Cost:
-        """Keys and values of all ranks that share tokens; backward once more, and the sum of the gradients of both.
-
-        Nothing is taken off for attention of the own tokens, which runs meanwhile.
-        """
-        if self.cp == 1:
-            return Cost()
-        a_token = gathered_columns(self.spec, self.tp) * self.device.itemsize(self.dtype)
-        gathered = self.device.all_gather(self.cp * mb.tokens * a_token, self.cp, hosts=self.cp_hosts)
-        return gathered.times(2 if backward else 1)
 
     def elementwise_bytes(self) -> float:
         """A token's, forward: two norms (8 h), two residual sums (6 h), rotary (4 (q + k): both read and written,

@@ -7,8 +7,10 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost
 from hybridflow.config import RoleConfig, RolloutConfig
 from hybridflow.errors import ConfigError
+from hybridflow.placement.context_parallel import shares_tokens
 
 MOST_STAGES = 32
+TOKENS_OF_A_PART = 8192  # that a rank has at least where ranks share tokens: with fewer, messages are the longer part
 
 
 def tensor_sizes(spec: ModelSpec, num_ranks: int, ranks_per_host: int, *, across: bool) -> list[int]:
@@ -52,6 +54,14 @@ def expert_sizes(spec: ModelSpec, tp: int, dp: int, *, most: int) -> list[int]:
     parts = [ep for ep in range(2, tp) if tp % ep == 0]
     over = [tp * replicas for replicas in range(1, dp + 1) if dp % replicas == 0]
     return [1, *(ep for ep in (*parts, *over) if ep <= max(most, tp) and deals_experts(spec, ep))]
+
+
+def context_sizes(spec: ModelSpec, tp: int, longest: int) -> list[int]:
+    """Powers of two that the model can share tokens by, and that leave a rank many of the longest sequence."""
+    sizes = [1]
+    while 2 * sizes[-1] * TOKENS_OF_A_PART <= longest and shares_tokens(spec, tp, 2 * sizes[-1]):
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
 def values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:

@@ -132,8 +132,8 @@ def _search(options: argparse.Namespace) -> None:
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
 
-    config = with_lengths(config, options.response_tokens)
     facts = facts_by(_profile(options, tree), _memory(options))
+    config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
     profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
     work = work_with(work_of_config(config, profile), options.prompt_tokens, options.response_tokens)
@@ -190,6 +190,8 @@ def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
         facts = facts_by(_profile(options, tree), UNBOUNDED)
     elif options.profile or options.memory_gib:
         facts = facts_by(_profile(options, tree), _memory(options))
+        if tree.get("platform", "auto") == "auto":
+            tree = {**tree, "platform": facts.platform}
     else:
         facts = None
     for count in [world_size] if world_size else TRIED:
@@ -244,16 +246,17 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     # torch loads for a second: a bad config fails before
     from hybridflow.cli.plan_lengths import with_lengths
-    from hybridflow.cli.plan_verdict import known_facts, verdict_report
+    from hybridflow.cli.plan_verdict import known_facts, on_devices_of, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
     from hybridflow.placement.adapter_lines import adapter_lines
-    from hybridflow.placement.cache_room import cache_report, cache_words, with_room
+    from hybridflow.placement.cache_room import cache_report, cache_words, long_words, with_room
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import PlacedRun, place_either
 
-    config = with_lengths(config, options.response_tokens)
+    facts = known_facts(options, config, DEFAULT_PROFILE)
+    config = with_lengths(on_devices_of(config, facts), options.response_tokens)
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
@@ -272,11 +275,11 @@ def _plan(options: argparse.Namespace) -> int:
             return 0
         check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)
-    facts = known_facts(options, config, DEFAULT_PROFILE)
     placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
     plan |= {**forecast(placed), "adapters": adapter_lines(placed)}
     if isinstance(placed, PlacedRun):
-        plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed, bounded=facts is not None)}
+        lines = {"line": cache_words(placed, bounded=facts is not None), "long_line": long_words(placed)}
+        plan["kv_cache"] = {**cache_report(placed), **lines}
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)

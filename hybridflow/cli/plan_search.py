@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.cli.command import as_typed
+from hybridflow.cli.plan_verdict import on_devices_of
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import counted
@@ -67,7 +68,13 @@ def print_search(
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
     request = SearchRequest(
-        config, world_size, facts.profile, room, work=work, refused=refused, seconds=FIRST_SHARE * seconds
+        on_devices_of(config, facts),
+        world_size,
+        facts.profile,
+        room,
+        work=work,
+        refused=refused,
+        seconds=FIRST_SHARE * seconds,
     )
     known = known_of(request)
     found = search(request, known=known)
@@ -85,7 +92,9 @@ def print_search(
     console.print()
     for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
         console.print(Text(line))
-    _written(found.plans[0], output, svg, source, console)
+    best = found.plans[0]
+    asked = best.config.model_copy(update={"platform": config.platform})
+    _written(replace(best, config=asked), output, svg, source, console)
     if output is not None:
         command = _command(output, world_size, facts.profile.ranks_per_host)
         console.print(Text(command), soft_wrap=True)  # to be copied

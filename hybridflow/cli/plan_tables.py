@@ -30,7 +30,7 @@ def print_plan(plan: "Report", console: Console) -> None:
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
         (_roles_table(plan), (*plan["adapters"], *(_rollout_notes(plan) if generates else ()))),
-        (_memory_table(plan), (*MEMORY_NOTES, f"{plan['kv_cache']['line']}.") if generates else FIXED_MEMORY_NOTES),
+        (_memory_table(plan), (*MEMORY_NOTES, *_cache_lines(plan["kv_cache"])) if generates else FIXED_MEMORY_NOTES),
     ]
     if generates:
         tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
@@ -103,6 +103,10 @@ def _rollout_notes(plan: "Report") -> list[str]:
 def _few(ranks: list[int]) -> str:
     text = shown(ranks)
     return text if len(text) <= FEW else f"{','.join(map(str, ranks[:3]))},...,{ranks[-1]}"
+
+
+def _cache_lines(cache: dict[str, str]) -> list[str]:
+    return [f"{line}." for line in (cache["line"], cache["long_line"]) if line]
 
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")

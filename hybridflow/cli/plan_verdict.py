@@ -1,7 +1,7 @@
 """The last line of `hybridflow plan`: whether the run fits the memory of a device, and what would help."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hybridflow.config import RunConfig
 from hybridflow.placement.footprint import CUDA_MARGIN
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 GIB = 1 << 30
+Config = TypeVar("Config", bound=RunConfig)
 UNKNOWN = "No verdict: no device memory is known. Give --memory-gib, --profile, or device_profile in the config."
 
 
@@ -27,6 +28,13 @@ def known_facts(options: argparse.Namespace, config: RunConfig, default_profile:
         return facts_by(load_profile(named or default_profile), memory)
     here = facts_of_gpus({"platform": config.platform, "device_profile": None})
     return facts_by(load_profile(default_profile), None) if here is None and options.time else here
+
+
+def on_devices_of(config: Config, facts: "Facts | None") -> Config:
+    """The config with the platform of the devices that are planned for, where its own is `auto`: other rules hold."""
+    if config.platform != "auto" or facts is None:
+        return config
+    return config.model_copy(update={"platform": facts.platform})
 
 
 def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Report":

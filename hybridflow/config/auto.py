@@ -12,7 +12,7 @@ from typing import Any
 AUTO = "auto"
 ENGINE = "engine"  # the section rollout, as a thing to place
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "data_parallel_size")
-ROLE_KEYS = (*SIZES, "expert_parallel_size", "sequence_parallel", "micro_batch_tokens")
+ROLE_KEYS = (*SIZES, "context_parallel_size", "expert_parallel_size", "sequence_parallel", "micro_batch_tokens")
 TRAINED_KEYS = (*ROLE_KEYS, "recompute", "offload_optimizer", "offload_gradients")
 ENGINE_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_gib")
 TRAINED = ("actor", "critic", "reward_model")
@@ -79,6 +79,7 @@ def _neutral(key: str, section: Mapping[str, Any]) -> Any:
         "virtual_pipeline_parallel_size": 1,
         "recompute": "none",
         "data_parallel_size": None,
+        "context_parallel_size": 1,
         "expert_parallel_size": 1,
     }
     return None if key == "kv_cache_gib" else neutral.get(key, False)

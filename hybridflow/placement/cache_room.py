@@ -7,6 +7,7 @@ Of the memory of a device a reserve stays free, for what no table counts: the CU
 """
 
 from dataclasses import replace
+from math import ceil
 from typing import Any, TypeVar
 
 from hybridflow.placement.footprint import CUDA_MARGIN, together
@@ -63,6 +64,8 @@ def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, A
         "is_given": size.is_given,
         "longest_tokens": longest,
         "longest_sequences": size.sequences(longest),
+        "longest_bytes": size.blocks.of_sequence(longest) * size.blocks.size,
+        "longest_steps": ceil(longest / run.config.rollout.batched_tokens(longest, cuda=run.cuda)),
         "expected_tokens": expected,
         "expected_sequences": size.sequences(expected),
         "reserve_bytes": RESERVE if run.cuda and not size.is_given else 0,
@@ -80,3 +83,16 @@ def cache_words(run: PlacedRun, size: KVCacheSize | None = None, *, bounded: boo
     if bounded or found["is_given"]:
         return words
     return f"{words}. This is what the batch needs, as no device memory is known: a run takes at most what is free"
+
+
+def long_words(run: PlacedRun, size: KVCacheSize | None = None) -> str:
+    """A line for people, where the engine cannot read the longest sequence in one step; else nothing."""
+    found = cache_report(run, size)
+    if found["longest_steps"] == 1:
+        return ""
+    tokens = run.config.rollout.batched_tokens(found["longest_tokens"], cuda=run.cuda)
+    return (
+        f"One sequence of {found['longest_tokens']:,} tokens takes {found['longest_bytes'] / GIB:.4g} GiB of each of "
+        f"the {run.rollout.tp} tensor-parallel ranks. The engine reads that many tokens in {found['longest_steps']:,} "
+        f"steps of at most {tokens:,}: rollout.max_num_batched_tokens"
+    )

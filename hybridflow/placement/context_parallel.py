@@ -1,5 +1,6 @@
 """Context parallelism, `models.context`, before a run: what it asks of a model, and what it takes. Pure."""
 
+from hybridflow.architecture.layer_kinds import Mixer
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import RoleConfig
 from hybridflow.errors import ConfigError
@@ -16,27 +17,50 @@ def check_context(name: str, config: RoleConfig, spec: ModelSpec, *, cuda: bool)
         raise ConfigError(
             f"{given} needs dtype = bfloat16 on GPUs, it is float32: torch's attention in float32 tells no log-sum-exps"
         )
-    if spec.delta is not None and (heads := spec.delta.key_heads // config.tensor_parallel_size) % ranks:
+    if not shares_tokens(spec, config.tensor_parallel_size, ranks):
+        heads = spec.delta.key_heads // config.tensor_parallel_size if spec.delta is not None else 0
         raise ConfigError(
             f"{given}: {spec.path} has gated delta nets, of whose {heads} key heads on a tensor-parallel "
             f"rank each takes an equal share. Write a divisor of {heads}"
         )
 
 
-def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
-    """What attention has of other ranks' tokens while it runs, with context parallelism: one layer at a time.
+def shares_tokens(spec: ModelSpec, tp: int, ranks: int) -> bool:
+    """Whether so many ranks can: of delta nets each takes an equal share of a tensor-parallel rank's heads."""
+    return spec.delta is None or spec.delta.key_heads // tp % ranks == 0
 
-    b c tokens 2 k / tp: keys and values of all c ranks, k = kv heads x head_dim; in latent attention all heads, since a
-    head's key and value are made before they travel. As much again of those that the own pieces read, in the order in
-    which the kernel reads; backward, gradients of both.
+
+def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
+    """What mixers have of other ranks' tokens while they run, with context parallelism: one layer at a time.
+
+    Attention: b c tokens 2 k / tp, keys and values of all c ranks, k = kv heads x head_dim; in latent attention those
+    of all heads, which are made of what travels. As much again of those that the own pieces read, in the order in which
+    the kernel reads; backward, gradients of both. Windows: the own keys and values in float32, and copied with those in
+    reach. Delta nets: what is sent and what arrives; backward, gradients of both.
     """
     if layout.cp == 1:
         return 0
-    whole = itemsize * layout.cp * tokens * gathered_columns(spec, layout.tp)
-    return (4 if backward else 2) * whole
+    times, found = 2 if backward else 1, [0]
+    for mixer in set(spec.mixers or ("attention",)):
+        columns = tokens * gathered_columns(spec, mixer, layout.tp)
+        if mixer == "window":
+            found.append(times * (4 + itemsize) * columns)
+        elif mixer == "delta_net":
+            found.append(times * 2 * itemsize * columns)
+        else:
+            heads = 2 * spec.num_heads // layout.tp * spec.head_dim  # of latent attention
+            whole = layout.cp * tokens * heads if mixer == "latent" else layout.cp * columns
+            found.append(times * 2 * itemsize * whole)
+    return max(found)
 
 
-def gathered_columns(spec: ModelSpec, tp: int) -> int:
-    """Elements of a token's key and value on a tensor-parallel rank."""
-    heads = spec.num_heads if spec.latent is not None else spec.num_kv_heads
-    return 2 * max(heads // tp, 1) * spec.head_dim
+def gathered_columns(spec: ModelSpec, mixer: Mixer, tp: int) -> int:
+    """Elements that a tensor-parallel rank sends of a token.
+
+    Key and value of the rank's heads; the narrow vectors of latent attention; what a delta net reads and gives.
+    """
+    if mixer == "latent" and spec.latent is not None:
+        return spec.latent.cached
+    if mixer == "delta_net" and spec.delta is not None:
+        return (2 * spec.delta.keys + 3 * spec.delta.values + 2 * spec.delta.value_heads) // tp
+    return 2 * max(spec.num_kv_heads // tp, 1) * spec.head_dim

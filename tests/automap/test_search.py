@@ -307,9 +307,10 @@ def test_the_command_writes_what_train_and_plan_take(
         assert words in said
     assert "With half the memory (0.5 GiB of room)" in said and "wrote best.yaml" in said
     assert said.endswith("\nhybridflow train best.yaml --nproc 4\n")
-    best = search(SearchRequest(config_of("config.yaml"), 4, DEVICE, 1 << 30)).plans[0]
-    assert config_of("best.yaml") == best.config
-    assert main(["best.yaml", "--world-size", "4", "--json"]) == 0
+    assert config_of("best.yaml").platform == "auto", "as the config has it"
+    best = search(SearchRequest(config_of("config.yaml", "platform=cuda"), 4, DEVICE, 1 << 30)).plans[0]
+    assert config_of("best.yaml", "platform=cuda") == best.config
+    assert main(["best.yaml", "--world-size", "4", "--json", "--profile", "device.json", "--memory-gib", "5"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert max(moment["worst_rank"]["total"] for moment in memory.values()) == best.fullest.bytes
     assert (tmp_path / "best.svg").read_text().startswith("<svg")

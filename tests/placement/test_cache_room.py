@@ -9,7 +9,15 @@ import yaml
 from hybridflow.cli.plan import main
 from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.placement.cache_room import RESERVE, bytes_left, cache_report, cache_words, sized_here, with_room
+from hybridflow.placement.cache_room import (
+    RESERVE,
+    bytes_left,
+    cache_report,
+    cache_words,
+    long_words,
+    sized_here,
+    with_room,
+)
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import PlacedRun, place
 
@@ -98,6 +106,19 @@ def test_it_says_how_many_sequences_the_cache_holds() -> None:
     )
     default = with_room(run_of(), 76 * GIB)
     assert "(default, 4 GiB stay free): " in cache_words(default)
+
+
+def test_it_says_what_the_longest_sequence_takes() -> None:
+    run = run_of("rollout.kv_cache_gib=24")
+    found = cache_report(run)
+    assert (found["longest_bytes"], found["longest_steps"]) == (BLOCKS[0] * BLOCK, 5)
+    assert long_words(run) == (
+        "One sequence of 33,792 tokens takes 2.062 GiB of each of the 2 tensor-parallel ranks. The engine reads that "
+        "many tokens in 5 steps of at most 8,192: rollout.max_num_batched_tokens"
+    )
+    assert long_words(run_of("rollout.kv_cache_gib=24", "rollout.max_num_batched_tokens=40000")) == ""
+    on_cpus = place(load_config("long.yaml", ["rollout.kv_cache_gib=24"]), 8, cuda=False)  # type: ignore[arg-type]
+    assert long_words(on_cpus) == "", "there a prompt is not cut"
 
 
 def test_a_default_that_no_memory_bounds_says_so() -> None:

@@ -1,6 +1,7 @@
 """Context parallelism before a run: what is refused, and what a rank holds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ from hybridflow.cli.plan import main
 from hybridflow.config import RoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
-from hybridflow.placement.context_parallel import check_context, context_bytes
+from hybridflow.placement.context_parallel import check_context, context_bytes, gathered_columns
 from hybridflow.placement.footprint import forward_activation_bytes, training_activation_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "configs" / "shapes"
-QWEN, GEMMA, DELTA = (read_spec(SHAPES / name) for name in ("qwen3-8b", "gemma-3-4b", "qwen3.5-4b"))
+NAMES = ("qwen3-8b", "gemma-3-4b", "qwen3.5-4b", "deepseek-v3")
+QWEN, GEMMA, DELTA, DEEPSEEK = (read_spec(SHAPES / name) for name in NAMES)
 
 
 def role(**given: object) -> RoleConfig:
@@ -65,8 +67,28 @@ def test_gathered_keys_and_values_by_hand() -> None:
     assert context_bytes(QWEN, two, itemsize=2, tokens=100) == 2 * whole
     assert context_bytes(QWEN, two, itemsize=2, tokens=100, backward=True) == 4 * whole
     assert context_bytes(QWEN, one, itemsize=2, tokens=100) == 0
-    few = SimpleNamespace(latent=None, num_kv_heads=1, head_dim=8)  # one head on each of two ranks
+    few = SimpleNamespace(
+        latent=None, mixers=(), num_kv_heads=1, num_heads=2, head_dim=8
+    )  # one head on each of two ranks
     assert context_bytes(few, two, itemsize=2, tokens=1) == 2 * (2 * 2 * 2 * 8)
+
+
+def test_what_other_mixers_have_of_other_ranks_by_hand() -> None:
+    """Of 2 ranks with 100 tokens each, on 2 tensor-parallel ranks, in 16 bits."""
+    two = Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    # 64 heads of 192 on each rank, made of vectors of 512 + 64
+    assert gathered_columns(DEEPSEEK, "latent", 2) == 576
+    assert context_bytes(DEEPSEEK, two, itemsize=2, tokens=100) == 2 * 2 * (2 * 100) * 2 * 64 * 192
+    # 16 and 32 heads of 128: queries, keys, values, gates, two numbers a value head; outputs
+    assert gathered_columns(DELTA, "delta_net", 2) == (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) // 2
+    only = replace(DELTA, mixers=("delta_net",))
+    assert context_bytes(only, two, itemsize=2, tokens=100, backward=True) == 2 * 2 * 2 * 100 * 8224
+    # 2 of 4 key/value heads of 256: the own ones in float32, and in 16 bits
+    only = replace(GEMMA, mixers=("window",))
+    assert context_bytes(only, two, itemsize=2, tokens=100) == (4 + 2) * 100 * 2 * 2 * 256
+    assert (
+        context_bytes(GEMMA, two, itemsize=2, tokens=100) == 2 * 2 * (2 * 100) * 2 * 2 * 256
+    )  # other layers have more
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
