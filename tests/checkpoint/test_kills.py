@@ -38,6 +38,10 @@ ALGORITHMS["lora"] = [  # of adapters alone; the reference is the actor with the
     *("actor.lora={rank: 4}", "critic.lora={rank: 2}", "reference=null"),
     *("algorithm.kl.controller=adaptive", "algorithm.kl.reset_reference_interval=3"),
 ]
+ALGORITHMS["context"] = [  # two ranks share the tokens of rows that are longer than 10
+    *("critic=null", "algorithm=" + json.dumps(GRPO), "sampling.samples_per_prompt=2", "actor.micro_batch_tokens=20"),
+    *("actor.tensor_parallel_size=1", "actor.context_parallel_size=2"),
+]
 FIRST = "0"  # the rank that makes checkpoints of what all have written
 # where: (module:function, rank or None for any, calls of it in an iteration, whether later than the call)
 PLACES = {
@@ -73,6 +77,7 @@ TURNS = {
     "grpo": ORDER[1::2],
     "ppo, twice": ["update", "between rename and pointer"],
     "lora": ["update", "tensors", "loading", "rename"],
+    "context": ["update", "tensors"],
 }
 
 

@@ -67,6 +67,7 @@ def rows(run: Path, first: int = 1) -> list[dict[str, str]]:
 
 ACTOR_PP2 = ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2")
 ACTOR_DP2 = ("actor.tensor_parallel_size=1", "critic.pipeline_parallel_size=2")
+ACTOR_CP2 = ("actor.tensor_parallel_size=1", "actor.context_parallel_size=2", "actor.micro_batch_tokens=20")
 ACTOR_TP2PP2 = ("actor.pipeline_parallel_size=2",)  # on 4 ranks; the critic follows with dp 4
 # the bytes of a hand-off depend on the layout; so do the moments of floats
 PLACE_DEPENDENT = ("reshard/",)
@@ -77,6 +78,7 @@ PLACE_DEPENDENT = ("reshard/",)
     [
         ("pp2", 3, [(ACTOR_PP2, 2, 8)]),
         ("dp2", 3, [(ACTOR_DP2, 2, 8)]),
+        ("cp2", 3, [(ACTOR_CP2, 2, 8)]),
         ("4-2-4", 3, [(ACTOR_TP2PP2, 4, 4), (("actor.tensor_parallel_size=2",), 2, 6), (ACTOR_TP2PP2, 4, 8)]),
     ],
 )

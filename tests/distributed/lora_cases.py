@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.cases import EXPERT_CASES, MIXED, SPLIT, STAGED
+from tests.distributed.cases import CONTEXT_IN_STAGES, EXPERT_CASES, MIXED, SPLIT, STAGED
 
 RANK, ALPHA = 4, 12
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -40,12 +40,12 @@ CASES_OF = {
     "opt": (SPLIT, STAGED, MIXED),
     "mixtral": (SPLIT, STAGED),
     "qwen3_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
-    "qwen3_5": (SPLIT, STAGED, MIXED),
-    "gemma3": (SPLIT, STAGED),
+    "qwen3_5": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
+    "gemma3": (SPLIT, STAGED, CONTEXT_IN_STAGES),
     "phi3": (SPLIT, STAGED, FEW_KV),
     "olmo3": (SPLIT, MIXED),
     "qwen3_5_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
-    "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED),
+    "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED, CONTEXT_IN_STAGES, "tp1pp1dp1vpp1cp2-none"),
     "moonlight": (SPLIT,),
     "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),
 }

@@ -31,6 +31,9 @@ LOSS_TERMS = [
     "actor.recompute=full",
     "critic.recompute=selective",
 ]
+CONTEXT = ["actor.optimizer.lr=1e-3", "actor.tensor_parallel_size=1"] + [  # rows of more than 10 tokens are cut
+    f"{role}.{key}" for role in ("actor", "critic") for key in ("context_parallel_size=2", "micro_batch_tokens=20")
+]
 OPTIONS = {
     "base": ["actor.optimizer.lr=1e-3"],
     "warmup": ["algorithm.critic_warmup_iterations=1", "actor.optimizer.schedule=cosine"],
@@ -55,6 +58,8 @@ OPTIONS = {
     "offloaded": ["actor.optimizer.lr=1e-3", *OFFLOADED],
     "bfloat16 offloaded": [*BFLOAT16, *OFFLOADED],
     "loss_terms offloaded": [*LOSS_TERMS, *OFFLOADED],
+    "context": CONTEXT,
+    "context offloaded": [*CONTEXT, *OFFLOADED],
 }
 
 

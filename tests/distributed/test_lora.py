@@ -66,9 +66,10 @@ def results(checkpoints, selected, tmp_path_factory) -> Path:
 
 def applies(case: Case, family: str) -> bool:
     named = CASES_OF[family]
-    if case.cp > 1 and case.name != CONTEXT:  # adapters know nothing of other ranks' tokens: one layout shows it
-        return False
-    return case.name in named if named is not None else not case.shares_experts_anew
+    if named is not None:
+        return case.name in named
+    # adapters know nothing of other ranks' tokens: one layout shows it
+    return not case.shares_experts_anew and (case.cp == 1 or case.name == CONTEXT)
 
 
 def each_case(families) -> pytest.MarkDecorator:

@@ -94,7 +94,7 @@ def test_bfloat16_under_sequence_parallelism(records):
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("offloaded", "base"), ("bfloat16 offloaded", "bfloat16"), ("loss_terms offloaded", "loss_terms")],
+    [(f"{name} offloaded".removeprefix("base "), name) for name in ("base", "bfloat16", "loss_terms", "context")],
 )
 def test_memory_given_back_while_the_engine_generates_changes_nothing(name, kept, records):
     """Every metric but what is measured, bit for bit: losses, gradient norms, scores."""
@@ -105,10 +105,18 @@ def test_memory_given_back_while_the_engine_generates_changes_nothing(name, kept
     assert records[name][0]["actor/grad_norm"] != records[name][1]["actor/grad_norm"]
 
 
+def test_ranks_that_share_tokens_compute_what_others_do(records):
+    for iteration, expected in zip(records["context"], records["base"], strict=True):
+        for key, value in expected.items():
+            if isinstance(value, float) and not MEASURED.fullmatch(key) and not key.startswith(("memory/", "reshard/")):
+                assert iteration[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        assert iteration["lengths"] == expected["lengths"] and max(iteration["lengths"]) > 10
+
+
 def test_what_is_away_while_the_engine_generates(records):
     """Bytes of each rank's actor and critic: float32 Adam has two moments, bfloat16 main weights besides."""
     for role in records["base"][1]["bytes_with_engine"]:
         assert role["gradients"] == role["weights"] > 0 and role["optimizer"] > 0
-    for name in ("offloaded", "bfloat16 offloaded", "loss_terms offloaded"):
+    for name in ("offloaded", "bfloat16 offloaded", "loss_terms offloaded", "context offloaded"):
         for role in records[name][1]["bytes_with_engine"]:
             assert role["gradients"] == role["optimizer"] == 0 < role["weights"]
