@@ -173,6 +173,7 @@ POSITIONAL = {
     "runs.run": "words of a command line",
     "*.info": "values of a log line's format",
     "*.apply": "an autograd function takes no names",
+    "*.kernel.backward": "as below",
     "ctx.kernel": "two kernels of one signature, one of them torch's",
     "torch.ops.*": "torch's operators",
     "varlen_attn": "torch's",

@@ -129,7 +129,8 @@ class Model:
         """None: no other rank has a part of the tokens."""
         if self.cp == 1:
             return None
-        return ContextWork(self.spec, self.tp, self.cp, self.cp_hosts, self.dtype, self.device)
+        where = {"tp": self.tp, "ranks": self.cp, "hosts": self.cp_hosts}
+        return ContextWork(self.spec, **where, dtype=self.dtype, device=self.device)
 
     @cached_property
     def matrices(self) -> list[tuple[float, float]]:

@@ -77,9 +77,10 @@ class ContextAttention(torch.autograd.Function):
         arrives = _gather_both(key, value, calls.spans)
         out, lse = calls.kernel.forward(query, key, value, calls.own, calls.scale)
         lse = lse.contiguous()
-        whole = arrives()
-        calls.merge_others(query, out, lse, *whole)
-        ctx.save_for_backward(query, key, value, out, lse, *(whole if keep else ()))
+        keys, values = arrives()
+        calls.merge_others(query, out, lse, keys, values)
+        own = query, key, value, out, lse
+        ctx.save_for_backward(*own, *((keys, values) if keep else ()))
         ctx.calls = calls
         return out
 
