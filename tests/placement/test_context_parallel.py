@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cli.plan import main
@@ -14,6 +15,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.context_parallel import check_context, context_bytes, gathered_columns
 from hybridflow.placement.footprint import forward_activation_bytes, training_activation_bytes
+from tests.bench.long_context import MODELS as LONG
+from tests.bench.long_context import YARN, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "configs" / "shapes"
@@ -119,3 +122,22 @@ def test_a_plan_tells_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert held[0]["optimizer"] == held[1]["optimizer"] and held[0]["weights"] == held[1]["weights"]
     assert main(["configs/llama3_8b_8gpus.yaml", *changes]) == 0
     assert "tp 4 sp x pp 1 x cp 2 x dp 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tokens", "cp", "takes"), [(32768, 1, 2), (131072, 4, 1)])
+def test_auto_shares_tokens_where_memory_or_seconds_ask_for_it(
+    tokens: int, cp: int, takes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-30B-A3B on 8 GPUs of 80 GB: 131,072 tokens fit with 4 ranks alone. `takes`: sizes that fit."""
+    tree = json.loads((SHAPES / "qwen3-30b-a3b" / "config.json").read_text())
+    longer = {"rope_scaling": YARN, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(tree | longer))
+    config = config_of(tmp_path, LONG["qwen3-30b-a3b"], tokens, cp=1)
+    config["actor"] |= {"context_parallel_size": "auto"}
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
+    assert main([str(tmp_path / "long.yaml"), "--world-size", "8", "--profile", "h100-sxm"]) == 0
+    said = capsys.readouterr().out
+    assert f"actor.context_parallel_size = {cp}  (auto)" in said
+    assert ("the next best layout of other sizes" in said) == (takes > 1)
+    if tokens > 32768:
+        assert "131,072 tokens takes 6 GiB of each of the 2 tensor-parallel ranks" in " ".join(said.split())
