@@ -181,7 +181,7 @@ def with_ends(
     reach = in_reach(spans.stretches, spans.context.size, spans.context.rank, window)
     both = torch.cat([key, value], dim=-1)
     own = both.split(packed.lengths)  # padding is the last, if there is any
-    ends = torch.cat([_last(x, window - 1) for x in own[: len(reach.before)]])
+    ends = torch.cat([both[:0], *(_last(x, window - 1) for x in own[: len(reach.before)])])  # of no piece, maybe
     longest = max(1, *map(sum, reach.sent))
     padded = torch.cat([ends, ends.new_zeros(longest - len(ends), *ends.shape[1:])])
     of_ranks = of_all_ranks(padded, spans.context).float().split(longest)

@@ -1,14 +1,19 @@
 """Attention within a window by a mask written here, token by token; and what families with windows have besides."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
+from hybridflow.models import window_attention
 from hybridflow.models.attention import PackedSequences, attention_by_length, choose_by_sharing
+from hybridflow.models.context import Context, ContextSpans, most_tokens, pieces_of, places
 from hybridflow.models.layers import GeGLU
 from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.models.wide_norm import WideHeadNorm
@@ -88,6 +93,61 @@ def test_one_kernel_is_given_the_keys_in_reach(window: int, shared: bool, monkey
     )
     expected = with_gradients(by_hand(*inputs, reachable(window, shared)), inputs)
     assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+class _Sent(Exception):
+    """In the place of what arrives."""
+
+
+def over_ranks(inputs: list[Tensor], lengths: tuple[int, ...], size: int, window: int, **how: bool) -> Tensor:
+    """(t, heads, head_dim) of ranks that share the tokens, each with a token of padding at least, in one process."""
+    followed = {2: (4, 5), 3: (6, 7)} if how["shared"] else {}
+    most = most_tokens(lengths, Context(size, 0, None)) + 1
+    own, calls = [], []
+    for rank in range(size):
+        context = Context(size, rank, None)
+        pieces = pieces_of(lengths, context)
+        own.append(places(pieces, lengths))
+        missing = most - len(own[-1])
+        spans = ContextSpans.of(lengths, [*followed.items()], context, most, CPU)
+        parts = PackedSequences.from_lengths((*(piece.length for piece in pieces), missing), CPU)
+        of_rank = [torch.cat([x[own[-1]], x.new_zeros(missing, *x.shape[1:])]) for x in inputs]
+        attend = attend_in_window(window, by_varlen=how["by_varlen"])
+        calls.append(partial(attend, *of_rank, packed=replace(parts, context=spans), scale=SCALE))
+    sent: list[Tensor] = []
+
+    def first(ends: Tensor, context: Context) -> Tensor:
+        sent.append(ends)
+        raise _Sent
+
+    for call in calls:
+        with mock.patch.object(window_attention, "of_all_ranks", first), pytest.raises(_Sent):
+            call()
+    assert len({len(ends) for ends in sent}) == 1, "collectives take as much of every rank"
+    with mock.patch.object(window_attention, "of_all_ranks", lambda ends, context: torch.cat(sent)):
+        outputs = [call()[: len(tokens)] for call, tokens in zip(calls, own, strict=True)]
+    return torch.cat(outputs)[torch.cat(own).argsort()]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("by_varlen", [False, True])
+def test_ranks_that_share_tokens_find_the_same(
+    size: int, window: int, shared: bool, by_varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    inputs = leaves(torch.float32 if by_varlen else torch.float64)
+    found = with_gradients(over_ranks(inputs, LENGTHS, size, window, shared=shared, by_varlen=by_varlen), inputs)
+    expected = with_gradients(by_hand(*inputs, reachable(window, shared)), inputs)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_rank_without_any_piece_sends_as_much() -> None:
+    inputs = [x[:2] for x in leaves()]
+    found = over_ranks(inputs, (2,), 4, 5, shared=False, by_varlen=False)
+    whole = attention_by_length(*inputs, packed=PackedSequences.from_lengths((2,), CPU), scale=SCALE)
+    assert torch.allclose(found, whole, rtol=0, atol=1e-6)  # what others send is summed up in float32
 
 
 @pytest.mark.parametrize("shared", [False, True])
