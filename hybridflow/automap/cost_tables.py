@@ -28,7 +28,7 @@ from hybridflow.reshard.groups import rollout_layout, standalone_layout
 SAME = (
     *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-    *("expert_parallel_size", "expert_tensor_parallel_size"),
+    *("context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
 )
 Chosen = Mapping[str, RoleOption | EngineOption]
 

@@ -47,6 +47,7 @@ from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
+from hybridflow.placement.context_parallel import shares_tokens
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
 from hybridflow.placement.overlapped_scoring import asks_for
@@ -260,7 +261,8 @@ class Options:
         free, own = self.free[name], given.data_parallel_size
         sizes = context_sizes(self.specs[name], tp, longest_sequence(self.config))
         for cp in values(free, given, "context_parallel_size", sizes):
-            if copies % cp:
+            exact = self._cuda and given.dtype == "float32"  # `check_context` has the rules
+            if copies % cp or (cp > 1 and (exact or not shares_tokens(self.specs[name], tp, cp))):
                 continue
             if "data_parallel_size" in free:
                 yield {"context_parallel_size": cp, "data_parallel_size": copies // cp}
@@ -297,9 +299,7 @@ class Options:
         for key, all_values in choices.items():
             found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
-            apart = (
-                layout.tp > 1 and layout.replicas_per_expert_copy > 1
-            )  # replicas share experts: `RoleConfig` has the rule
+            apart = layout.tp > 1 and layout.replicas_per_expert_copy > 1  # `RoleConfig` has the rule
             if one["sequence_parallel"] in ((True,) if apart else (False, True) if layout.tp > 1 else (False,)):
                 yield one
 

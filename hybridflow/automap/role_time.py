@@ -129,8 +129,15 @@ class Model:
         """None: no other rank has a part of the tokens."""
         if self.cp == 1:
             return None
-        where = {"tp": self.tp, "ranks": self.cp, "hosts": self.cp_hosts}
-        return ContextWork(self.spec, **where, dtype=self.dtype, device=self.device)
+        return ContextWork(
+            self.spec,
+            tp=self.tp,
+            ranks=self.cp,
+            hosts=self.cp_hosts,
+            dtype=self.dtype,
+            sequence_parallel=self.sequence_parallel,
+            device=self.device,
+        )
 
     @cached_property
     def matrices(self) -> list[tuple[float, float]]:
@@ -282,7 +289,8 @@ def forward_cost(
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
     grid = (layout.cut, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
     how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens, layout.cp)
-    where = (hosts_of(layout, "tp", device), hosts_of(layout, "pp", device))
+    sharing = hosts_of(layout, "cp", device) if layout.cp > 1 else 1
+    where = (hosts_of(layout, "tp", device), hosts_of(layout, "pp", device), sharing)
     key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
     return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
 

@@ -188,7 +188,7 @@ def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
 
     if options.for_launch:  # the machine that starts the ranks need not be like theirs
         facts = facts_by(_profile(options, tree), UNBOUNDED)
-    elif options.profile or options.memory_gib:
+    elif options.profile or options.memory_gib or tree.get("device_profile"):
         facts = facts_by(_profile(options, tree), _memory(options))
         if tree.get("platform", "auto") == "auto":
             tree = {**tree, "platform": facts.platform}
@@ -256,7 +256,9 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.placement.placed import PlacedRun, place_either
 
     facts = known_facts(options, config, DEFAULT_PROFILE)
-    config = with_lengths(on_devices_of(config, facts), options.response_tokens)
+    if options.profile or options.memory_gib or config.device_profile:
+        config = on_devices_of(config, facts)
+    config = with_lengths(config, options.response_tokens)
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)

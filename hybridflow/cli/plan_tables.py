@@ -106,7 +106,7 @@ def _few(ranks: list[int]) -> str:
 
 
 def _cache_lines(cache: dict[str, str]) -> list[str]:
-    return [f"{line}." for line in (cache["line"], cache["long_line"]) if line]
+    return [f"{cache[line]}." for line in ("line", "long_line")]
 
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")

@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How one role is cut over ranks: tensor x pipeline x context x data parallel sizes are the role's ranks."""
+    """How one role is cut over ranks: as many as tensor x pipeline x context x data parallel sizes."""
 
     tensor_parallel_size: PositiveInt = 1
     """Ranks that each layer is split over. 1: no tensor parallelism."""

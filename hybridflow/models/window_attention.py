@@ -175,7 +175,7 @@ def with_ends(
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Keys and values of every own piece, behind those before it that are in reach; and how many they are.
 
-    Gradients of a token's keys are summed over the pieces that reach it in float32, in one order, and then over ranks.
+    Gradients of a token's keys are summed over a rank's pieces in float32, in one order; over ranks in the keys' dtype.
     Collective over the ranks that share tokens.
     """
     reach = in_reach(spans.stretches, spans.context.size, spans.context.rank, window)
@@ -184,9 +184,11 @@ def with_ends(
     ends = torch.cat([both[:0], *(_last(x, window - 1) for x in own[: len(reach.before)])])  # of no piece, maybe
     longest = max(1, *map(sum, reach.sent))
     padded = torch.cat([ends, ends.new_zeros(longest - len(ends), *ends.shape[1:])])
-    of_ranks = of_all_ranks(padded, spans.context).float().split(longest)
+    of_ranks = of_all_ranks(padded, spans.context).split(longest)
     parts = [x.split([*sizes, longest - sum(sizes)]) for x, sizes in zip(of_ranks, reach.sent, strict=True)]
-    before = [[_last(parts[end.rank][end.number], end.count) for end in of_piece] for of_piece in reach.before]
+    read = dict.fromkeys((end.rank, end.number) for of_piece in reach.before for end in of_piece)
+    wide = {(rank, number): parts[rank][number].float() for rank, number in read}
+    before = [[_last(wide[end.rank, end.number], end.count) for end in of_piece] for of_piece in reach.before]
     before += [[]] * (len(own) - len(before))
     found = [torch.cat([*ends, piece.float()]) for ends, piece in zip(before, own, strict=True)]
     keys, values = torch.cat(found).to(key.dtype).split([key.shape[-1], value.shape[-1]], dim=-1)

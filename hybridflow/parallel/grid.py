@@ -99,6 +99,17 @@ class Grid:
         """This rank's place among those that share tokens."""
         return self.dp_rank % self.layout.cp
 
+    def in_step(self, *, trains: bool) -> list[dist.ProcessGroup]:
+        """Of ranks that run as many passes as each other: those that share experts.
+
+        Where gradients are summed up during the last pass, also those that share tokens: else a sum that waits for a
+        rank would stand in front of a gather that the rank waits for.
+        """
+        found = [self.groups.tp_ep] if self.layout.replicas_per_expert_copy > 1 else []
+        if trains and self.context_group is not None:
+            found.append(self.groups.dp if found else self.context_group)
+        return found
+
     def place(self, group: Group) -> Place:
         """Which part of the weights of a group this rank holds."""
         return self.layout.place(group, self.own_coordinates)

@@ -65,7 +65,7 @@ def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, A
         "longest_tokens": longest,
         "longest_sequences": size.sequences(longest),
         "longest_bytes": size.blocks.of_sequence(longest) * size.blocks.size,
-        "longest_steps": ceil(longest / run.config.rollout.batched_tokens(longest, cuda=run.cuda)),
+        "prompt_steps": ceil(prompt / run.config.rollout.batched_tokens(longest, cuda=run.cuda)),
         "expected_tokens": expected,
         "expected_sequences": size.sequences(expected),
         "reserve_bytes": RESERVE if run.cuda and not size.is_given else 0,
@@ -86,13 +86,14 @@ def cache_words(run: PlacedRun, size: KVCacheSize | None = None, *, bounded: boo
 
 
 def long_words(run: PlacedRun, size: KVCacheSize | None = None) -> str:
-    """A line for people, where the engine cannot read the longest sequence in one step; else nothing."""
-    found = cache_report(run, size)
-    if found["longest_steps"] == 1:
-        return ""
-    tokens = run.config.rollout.batched_tokens(found["longest_tokens"], cuda=run.cuda)
+    """A line for people: whether the engine can generate at the longest length."""
+    found, config = cache_report(run, size), run.config
+    ranks = "the engine's rank" if run.rollout.tp == 1 else f"each of the {run.rollout.tp} tensor-parallel ranks"
+    takes = f"One of the longest sequences takes {found['longest_bytes'] / GIB:.4g} GiB of {ranks}"
+    if found["prompt_steps"] == 1:
+        return takes
+    tokens = config.rollout.batched_tokens(found["longest_tokens"], cuda=run.cuda)
     return (
-        f"One sequence of {found['longest_tokens']:,} tokens takes {found['longest_bytes'] / GIB:.4g} GiB of each of "
-        f"the {run.rollout.tp} tensor-parallel ranks. The engine reads that many tokens in {found['longest_steps']:,} "
-        f"steps of at most {tokens:,}: rollout.max_num_batched_tokens"
+        f"{takes}. The engine reads a prompt of {config.data.max_prompt_length:,} tokens in {found['prompt_steps']:,} "
+        f"steps of at most {tokens:,} tokens: rollout.max_num_batched_tokens"
     )

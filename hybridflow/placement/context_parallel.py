@@ -33,24 +33,28 @@ def shares_tokens(spec: ModelSpec, tp: int, ranks: int) -> bool:
 def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
     """What mixers have of other ranks' tokens while they run, with context parallelism: one layer at a time.
 
-    Attention: b c tokens 2 k / tp, keys and values of all c ranks, k = kv heads x head_dim; in latent attention those
-    of all heads, which are made of what travels. As much again of those that the own pieces read, in the order in which
-    the kernel reads; backward, gradients of both. Windows: the own keys and values in float32, and copied with those in
-    reach. Delta nets: what is sent and what arrives; backward, gradients of both.
+    Attention: b c tokens 2 k / tp, keys and values of all c ranks, k = kv heads x head_dim. As much again of those that
+    the own pieces read, in the order in which the kernel reads; backward, gradients of both, for which flash attention
+    has all query heads in the place of fewer key/value heads. Latent attention: keys and values of all heads, made of
+    what travels, and two copies on the way; backward, twice as much. Windows: the own keys and values, and those in
+    reach, as they are and in float32. Delta nets: what is sent and what arrives; backward, gradients of both.
     """
     if layout.cp == 1:
         return 0
     times, found = 2 if backward else 1, [0]
+    of_queries = 2 * spec.num_heads // layout.tp * spec.head_dim
     for mixer in set(spec.mixers or ("attention",)):
-        columns = tokens * gathered_columns(spec, mixer, layout.tp)
+        columns = gathered_columns(spec, mixer, layout.tp)
         if mixer == "window":
-            found.append(times * (4 + itemsize) * columns)
+            ends = min(tokens, 2 * ((spec.sliding_window or 1) - 1))  # of one sequence: of several there are more
+            found.append(times * columns * (2 * (4 + itemsize) * tokens + (4 + layout.cp * itemsize) * ends))
         elif mixer == "delta_net":
-            found.append(times * 2 * itemsize * columns)
+            found.append(times * 2 * itemsize * tokens * columns)
+        elif mixer == "latent":
+            found.append(times * 3 * itemsize * layout.cp * tokens * of_queries)
         else:
-            heads = 2 * spec.num_heads // layout.tp * spec.head_dim  # of latent attention
-            whole = layout.cp * tokens * heads if mixer == "latent" else layout.cp * columns
-            found.append(times * 2 * itemsize * whole)
+            grouped = of_queries if backward and of_queries > columns else 0
+            found.append(itemsize * layout.cp * tokens * (times * 2 * columns + grouped))
     return max(found)
 
 

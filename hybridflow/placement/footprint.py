@@ -149,7 +149,14 @@ def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: T
 
 
 def layer_bytes(
-    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: Recompute, itemsize: int
+    spec: ModelSpec,
+    kind: LayerKind,
+    *,
+    cut: Cut,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    itemsize: int,
+    over_ranks: bool = False,
 ) -> float:
     """Bytes a token that a layer keeps for the backward pass.
 
@@ -166,6 +173,8 @@ def layer_bytes(
         adapters   2 b A's outputs more, which column-parallel layers gather, but for what runs again as a whole
         gates      2 q more of the gate and of what it gives, and the sigmoid in float32, but for full
         delta nets in place of q and k: `delta_net_bytes`; latent attention: `latent.latent_bytes`
+
+    over_ranks: with context parallelism.
     """
     tp, sp = cut.tp, cut.tp if sequence_parallel else 1
     if recompute == "full":
@@ -173,7 +182,7 @@ def layer_bytes(
     again = modules_of(recompute)
     of_attention: Recompute = "selective" if "core_attn" in again else "none"
     if kind.mixer == "latent":
-        by_heads, narrow = latent_bytes(spec, recompute=of_attention, itemsize=itemsize)
+        by_heads, narrow = latent_bytes(spec, recompute=of_attention, itemsize=itemsize, over_ranks=over_ranks)
         own = by_heads / tp + narrow / sp
     else:
         mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
@@ -287,7 +296,8 @@ def training_activation_bytes(
     one_layer = partial(layer_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     kinds = Counter(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
-    kept = in_flight * sum(count * one_layer(kind, recompute=recompute) for kind, count in kinds.items())
+    of_kind = partial(one_layer, recompute=recompute, over_ranks=layout.cp > 1)
+    kept = in_flight * sum(count * of_kind(kind) for kind, count in kinds.items())
     made_again = partial(again_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     counted = "moe" in modules_of(recompute)
     passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=counted)

@@ -160,9 +160,8 @@ class Role:
             micro_batches += make(batch, whole, max_tokens=budget // size, **given)
         if one and not micro_batches:
             micro_batches = [filler(padded, self._platform.device)]
-        if self.grid.layout.replicas_per_expert_copy > 1:  # replicas that share experts compute together, pass by pass
-            lacking = self._most_passes(len(micro_batches)) - len(micro_batches)
-            micro_batches += [filler(padded, self._platform.device) for _ in range(lacking)]
+        lacking = self._most_passes(len(micro_batches), trains=one) - len(micro_batches)
+        micro_batches += [filler(padded, self._platform.device) for _ in range(lacking)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
             return filled_up(micro_batches, self.grid.pp, padded=padded, device=self._platform.device)
         return micro_batches
@@ -175,11 +174,13 @@ class Role:
         flops = forward_flops(self.spec, lengths, outputs, head=self.head)
         self._watch.count(passes * flops * self.grid.layout.row_shares / len(self.grid.layout.ranks), self.dtype)
 
-    def _most_passes(self, own: int) -> int:
-        """The most micro-batches of the replicas that share this one's experts."""
-        most = torch.tensor(own, device=self._platform.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.tp_ep)
-        return int(most)
+    def _most_passes(self, own: int, *, trains: bool) -> int:
+        """The most micro-batches of the ranks that compute together, pass by pass."""
+        for group in self.grid.in_step(trains=trains):
+            most = torch.tensor(own, device=self._platform.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            own = int(most)
+        return own
 
     def _token_results(self, batch: RolloutBatch, readout: Readout, some: Tensor | None = None) -> PartialTensor:
         """Of (T,) float32: `readout`'s "out" for every response token. some: of these rows alone, others are zero."""

@@ -1,16 +1,27 @@
 """What ranks that share tokens send each other, by hand, in seconds of links; and which sizes a search goes over."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes
+from hybridflow.architecture.spec import read_spec
 from hybridflow.automap.context_time import ContextWork
+from hybridflow.automap.cost_tables import SAME
 from hybridflow.automap.mean_rows import Pass
+from hybridflow.automap.options import Options, everything
 from hybridflow.automap.role_time import Model
 from hybridflow.automap.sizes import TOKENS_OF_A_PART, context_sizes
+from hybridflow.automap.timing import work_of_config
+from hybridflow.config.fixed_data import load_config
+from hybridflow.config.roles import LayoutConfig
 from tests.automap.round_profile import device, small_spec
+from tests.bench.long_context import SHAPES, config_of
+
+CONFIG_FILE = "long.yaml"
 
 MB = Pass(tokens=10, outputs=4, pairs=500)  # of rows of 100 tokens
 FREE = {"inside": {"bandwidth": 1e4, "latency": 0.0}}
@@ -18,8 +29,9 @@ LATENT = LatentSizes(None, 20, 12, 8, value_dim=12)
 DELTA = DeltaSizes(key_heads=4, value_heads=8, key_dim=4, value_dim=4, kernel=4)
 
 
-def work(ranks: int, tp: int = 1, **changes: Any) -> ContextWork:
-    return ContextWork(small_spec(**changes), tp, ranks, 1, "float32", device(**FREE))
+def work(ranks: int, tp: int = 1, *, sequence_parallel: bool = False, **changes: Any) -> ContextWork:
+    where = {"tp": tp, "ranks": ranks, "hosts": 1, "sequence_parallel": sequence_parallel}
+    return ContextWork(small_spec(**changes), **where, dtype="float32", device=device(**FREE))
 
 
 def links(cost: Any) -> float:
@@ -50,7 +62,13 @@ def test_narrow_vectors_travel_and_every_rank_makes_heads_of_all_of_them() -> No
     assert products == pytest.approx(2 * 10 * 20 * 2 * (12 + 12) / 1e6)  # of the other rank's tokens
     again = work(2, **spec).backward(MB, kept=False)
     assert links(again) == pytest.approx(2 * links(found))
-    assert sum(part.seconds for part in again.parts if part.bound == "products") == pytest.approx(3 * products)
+    # gradients of inputs and weights; the heads of both ranks' tokens are made again
+    assert sum(part.seconds for part in again.parts if part.bound == "products") == pytest.approx((2 + 2) * products)
+    kept = work(2, **spec).backward(MB, kept=True)
+    assert sum(part.seconds for part in kept.parts if part.bound == "products") == pytest.approx(2 * products)
+    # a tensor-parallel rank sends a part of the tokens, and gathers the other rank's before it makes its heads
+    split = work(2, tp=2, sequence_parallel=True, **spec).forward(MB)
+    assert links(split) == pytest.approx(gathered(2 * 10 / 2 * 28, 2) + gathered(10 * 20, 2))
 
 
 def test_of_windows_the_ends_of_pieces_travel() -> None:
@@ -93,3 +111,43 @@ def test_sizes_go_by_the_longest_sequence_and_a_models_heads(
     longest: int, changes: dict, tp: int, expected: list
 ) -> None:
     assert context_sizes(replace(small_spec(), **changes), tp, longest) == expected
+
+
+def options(**changes: Any) -> Options:
+    """Of a GRPO run with rows of 131,072 tokens, all sizes of the actor free. changes: of the actor."""
+    config = load_config(CONFIG_FILE, [f"actor.{key}={value}" for key, value in changes.items()])
+    spec = replace(read_spec(config.actor.model), max_positions=1 << 20)
+    free = {"actor": everything(config)["actor"], "engine": frozenset[str]()}
+    work = work_of_config(config, device().profile)
+    return Options(config, {"actor": spec}, device().profile, work=work, free=free, cuda=True)
+
+
+@pytest.fixture
+def long_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = SHAPES / "qwen3.5-4b"  # 16 key heads of delta nets
+    Path(CONFIG_FILE).write_text(yaml.safe_dump(config_of(model, {"tensor_parallel_size": 2}, 131072, 1)))
+
+
+def sizes_of(found: Options) -> set[tuple[int, int]]:
+    """(tp, cp) that it goes over on 8 ranks."""
+    return {(layout.tp, layout.cp) for _, layout in found._layouts("actor", 8)}
+
+
+@pytest.mark.usefixtures("long_config")
+def test_a_search_goes_over_what_a_run_takes() -> None:
+    found = sizes_of(options())
+    assert {(1, 1), (1, 8), (2, 4), (4, 2)} <= found
+    assert sizes_of(options(dtype="float32")) == {(tp, cp) for tp, cp in found if cp == 1}
+
+
+@pytest.mark.usefixtures("long_config")
+def test_a_given_size_meets_the_heads_that_each_tensor_parallel_size_leaves() -> None:
+    """Of 16 key heads 4 ranks of tp leave 4 each, which 8 ranks cannot share."""
+    found = options(context_parallel_size=8, micro_batch_tokens=131072)
+    found.free = {**found.free, "actor": found.free["actor"] - {"context_parallel_size"}}
+    assert {layout.tp for _, layout in found._layouts("actor", 32)} == {1, 2}
+
+
+def test_a_reference_that_becomes_the_actor_is_cut_alike_in_all_keys_that_a_run_compares() -> None:
+    assert {*SAME} == {*LayoutConfig.model_fields} - {"data_parallel_size", "sequence_parallel", "ranks"}

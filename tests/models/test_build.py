@@ -31,7 +31,9 @@ from tests.bench.output_layer import SPEC
 from tests.tiny_models import make_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOAT32: Any = SimpleNamespace(params_dtype=torch.float32, attention_backend=AttnBackend.auto, qk_layernorm=False)
+FLOAT32: Any = SimpleNamespace(
+    params_dtype=torch.float32, attention_backend=AttnBackend.auto, qk_layernorm=False, recompute_granularity=None
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What ranks that share tokens have of them, and what their attention reads. For values: `distributed.test_parity`."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,11 @@ from hybridflow.models.context import (
 )
 from hybridflow.models.context_attention import ContextCalls, attention_to_whole, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
+from hybridflow.models.micro_batch import padding
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.models.window_attention import in_reach
+from hybridflow.roles import base
+from hybridflow.roles.base import Role
 from tests.bench.context_parallel import MIXED, pairs_of
 from tests.worlds import world_of_one
 
@@ -174,3 +178,37 @@ def test_before_each_piece_stands_what_a_window_reaches(
             line = [*line, *tokens_of(piece.stretch)]
             place = line.index(tokens[0])
             assert before == line[max(0, place - window + 1) : place]
+
+
+def test_ranks_that_share_tokens_train_in_as_many_passes() -> None:
+    """Gradients are summed up during the last: with others before it, ranks would wait for each other crosswise."""
+    found = {trains: [passes_of(rank, trains=trains) for rank in (0, 1)] for trains in (True, False)}
+    assert [len(passes) for passes in found[False]] == [4, 2], "nothing is summed up"
+    assert [len(passes) for passes in found[True]] == [4, 4]
+    assert all(passes[0] == ("shared", 0) for passes in found[True]), "first what all share"
+    assert [each.repeats for each in found[True][1][2:]] == [(0,), (0,)], "nobody wants these outputs"
+
+
+def passes_of(rank: int, *, trains: bool) -> list[Any]:
+    """Of one of two ranks, as a role makes them of a row that both share and of 3 and 1 rows that are not cut."""
+    role: Any = object.__new__(Role)
+    role._context, role._padded = Context(2, rank, None), padding(1)
+    role._platform, role._config = SimpleNamespace(device=CPU), SimpleNamespace(micro_batch_tokens=40)
+    layout = SimpleNamespace(replicas_per_expert_copy=1, vpp=1)
+    both = object()
+    role.grid = SimpleNamespace(in_step=lambda trains: [both] if trains else [], layout=layout)
+    whole = ([1, 2, 3], [4])[rank]
+
+    def all_reduce(own: torch.Tensor, operation: Any, group: Any) -> None:
+        assert (operation, group) == (dist.ReduceOp.MAX, both)
+        own.fill_(4)
+
+    def make(batch: Any, rows: list[int], **named: Any) -> list[Any]:
+        return [("shared" if "context" in named else "whole", row) for row in rows]
+
+    with (
+        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(base, "rows_of_rank", lambda *others, **named: (whole, [0])),
+    ):
+        found: list[Any] = role._micro_batches(None, [[0, 1, 2, 3, 4]], make, one=trains)
+    return found
