@@ -418,7 +418,7 @@ def test_the_health_check_names_the_slow_link(net: Network, directory: Path) -> 
     net.slow(net.hosts[2], "1mbit")
     report = directory / "health.json"
     started = job(net, directory, "health", "--health", "config.yaml", "--", "--json", report)
-    assert started.wait(120) == 1
+    assert started.wait(300) == 1
     lines = json.loads(report.read_text())["findings"]
     links = {line["host"]: line for line in lines if line["area"] == "links between hosts" and line["name"] == "link"}
     assert {host: line["status"] for host, line in links.items()} == {
