@@ -248,7 +248,7 @@ class Options:
                     continue
                 chunks = values(free, given, "virtual_pipeline_parallel_size", MODEL_CHUNKS)
                 for vpp in chunks if pp > 1 else [vpp for vpp in chunks if vpp == 1]:
-                    sizes = dict(zip(SIZES, (tp, pp, vpp), strict=False))
+                    sizes = dict(zip(SIZES[:3], (tp, pp, vpp), strict=True))
                     if "pipeline_parallel_size" in free and pp == 1:
                         ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
                         sizes |= dict.fromkeys(ends, None)

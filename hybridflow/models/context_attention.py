@@ -21,6 +21,8 @@ from torch import Tensor
 from hybridflow.models.context import ContextSpans, begin_gather, sum_at_owners
 from hybridflow.models.shared_prompt import AttentionKernel, AttentionSpans, merge
 
+Arrivals = Callable[[], Sequence[Tensor]]  # keys and values of all ranks
+
 
 @dataclass(frozen=True)
 class ContextCalls:
@@ -31,13 +33,17 @@ class ContextCalls:
     scale: float
     kernel: AttentionKernel
 
-    def merge_others(self, query: Tensor, out: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> None:
-        """In place of out and lse, which have the own pieces."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, arrives: Arrivals) -> tuple[Tensor, ...]:
+        """Output and log-sum-exps; the keys and values of all ranks, which arrive while own pieces attend."""
+        out, lse = self.kernel.forward(query, key, value, self.own, self.scale)
+        lse = lse.contiguous()
+        keys, values = arrives()
         for reads in self.spans.reads:
             some, some_lse = out[reads.queries], lse[reads.queries]
             of_keys = keys[reads.keys], values[reads.keys]
             merge(some, some_lse, *self.kernel.forward(query[reads.queries], *of_keys, reads.spans, self.scale))
             out[reads.queries], lse[reads.queries] = some, some_lse
+        return out, lse, keys, values
 
     def gradients(self, dq: Tensor, of_own: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Of all keys and values from this rank's reads; what queries get is added to dq.
@@ -74,13 +80,8 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: ContextCalls, keep: bool) -> Tensor:
-        arrives = _gather_both(key, value, calls.spans)
-        out, lse = calls.kernel.forward(query, key, value, calls.own, calls.scale)
-        lse = lse.contiguous()
-        keys, values = arrives()
-        calls.merge_others(query, out, lse, keys, values)
-        own = query, key, value, out, lse
-        ctx.save_for_backward(*own, *((keys, values) if keep else ()))
+        out, lse, *whole = calls.forward(query, key, value, _gather_both(key, value, calls.spans))
+        ctx.save_for_backward(*(query, key, value, out, lse), *(whole if keep else ()))
         ctx.calls = calls
         return out
 
@@ -102,9 +103,7 @@ class AttentionToWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, calls: ContextCalls) -> Tensor:
         key, value = (x[calls.spans.here].contiguous() for x in (keys, values))
-        out, lse = calls.kernel.forward(query, key, value, calls.own, calls.scale)
-        lse = lse.contiguous()
-        calls.merge_others(query, out, lse, keys, values)
+        out, lse, *_ = calls.forward(query, key, value, lambda: (keys, values))
         ctx.save_for_backward(query, keys, values, out, lse)
         ctx.calls = calls
         return out
@@ -122,7 +121,7 @@ class AttentionToWhole(torch.autograd.Function):
         return dq.to(query.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype), None
 
 
-def _gather_both(key: Tensor, value: Tensor, spans: ContextSpans) -> Callable[[], Sequence[Tensor]]:
+def _gather_both(key: Tensor, value: Tensor, spans: ContextSpans) -> Arrivals:
     """Begin to gather; what is called for the whole keys and values, (c tokens, heads, head_dim)."""
     arrives = begin_gather(torch.cat([key, value], dim=-1), spans.context)
     return lambda: arrives().split([key.shape[-1], value.shape[-1]], dim=-1)
