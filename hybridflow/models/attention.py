@@ -178,20 +178,34 @@ class PackedAttention(MegatronModule):
         return out.flatten(1).unsqueeze(1)
 
 
+HeadNorms = tuple[Callable[..., OverHeads], Callable[..., OverHeads]]  # (config, head_dim, eps), of queries and keys
+
+
 class GroupedSelfAttention(SelfAttention):
     """megatron's self-attention, also where more tensor-parallel ranks than key/value groups share the groups.
 
     megatron-core 0.16.1 then gathers over the group of the global state, which is not set here.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """megatron cuts a gate, and counts sinks in norms, by global groups. Our core attention has no sinks."""
+    def __init__(
+        self, config: TransformerConfig, *args: Any, head_norms: HeadNorms | None = None, **kwargs: Any
+    ) -> None:
+        """megatron cuts a gate, and counts sinks in norms, by global groups. Our core attention has no sinks.
+
+        head_norms: norms that sum their gradients themselves. megatron-core 0.19.2 builds norms only with
+        config.qk_layernorm, and would then sum these gradients again.
+        """
         assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
         assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
         super().__init__(config, *args, **kwargs)
-        for norm in (self.q_layernorm, self.k_layernorm):
-            if isinstance(norm, OverHeads):
-                norm.group = self.pg_collection.tp
+        self._make_head_norms(head_norms)
+
+    def _make_head_norms(self, head_norms: HeadNorms | None) -> None:
+        if head_norms is None:
+            return
+        size, eps = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
+        self.q_layernorm, self.k_layernorm = (norm(self.config, size, eps) for norm in head_norms)
+        self.q_layernorm.group = self.k_layernorm.group = self.pg_collection.tp
 
     def get_query_key_value_tensors(
         self,

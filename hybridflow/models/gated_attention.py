@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 
-from hybridflow.models.attention import GroupedSelfAttention
+from hybridflow.models.attention import GroupedSelfAttention, HeadNorms
 
 
 class GatedSelfAttention(GroupedSelfAttention):
@@ -18,11 +18,10 @@ class GatedSelfAttention(GroupedSelfAttention):
     megatron has all queries of a group in front of the gates.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, head_norms: HeadNorms, **kwargs: Any) -> None:
         assert config.attention_output_gate, "without it megatron makes no room for gates"
         SelfAttention.__init__(self, config, *args, **kwargs)
-        for norm in (self.q_layernorm, self.k_layernorm):
-            not_none(norm).group = self.pg_collection.tp  # of `layers.HeadNorm`
+        self._make_head_norms(head_norms)
 
     def get_query_key_value_tensors(  # type: ignore[override]  # a fourth tensor, which megatron asks for
         self,

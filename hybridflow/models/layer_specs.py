@@ -26,7 +26,7 @@ from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import LayerKind, Mixer
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config.recompute import Recompute
-from hybridflow.models.attention import AttentionFunctions, GroupedSelfAttention, PackedAttention
+from hybridflow.models.attention import AttentionFunctions, GroupedSelfAttention, HeadNorms, PackedAttention
 from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.experts import MixtureOfExperts, NarrowSigmoidRouter, Router, SigmoidRouter
 from hybridflow.models.gated_attention import GatedSelfAttention
@@ -203,15 +203,20 @@ def _layer_spec(
     parts.self_attention.module = classes.self_attention if kind.mixer == "attention" else GroupedSelfAttention
     if traits.output_gate:
         parts.self_attention.module = GatedSelfAttention
-    if traits.zero_centered_norms and spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = ZeroCenteredHeadNorm
-    if traits.wide_qk_norm:
-        attention.q_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_heads})
-        attention.k_layernorm = ModuleSpec(WideHeadNorm, params={"heads": spec.num_kv_heads})
+    if (head_norms := _head_norms(spec)) is not None:
+        parts.self_attention.params = {**parts.self_attention.params, "head_norms": head_norms}
     window = spec.sliding_window if kind.mixer == "window" else None
     functions = _attention_functions(config, interleaved=traits.rotary_interleaved, window=window)
     attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
     return layer
+
+
+def _head_norms(spec: ModelSpec) -> HeadNorms | None:
+    """Norms of queries and keys that megatron does not have."""
+    if spec.traits.wide_qk_norm:
+        return partial(WideHeadNorm, heads=spec.num_heads), partial(WideHeadNorm, heads=spec.num_kv_heads)
+    zero_centered = spec.traits.zero_centered_norms and spec.qk_norm
+    return (ZeroCenteredHeadNorm, ZeroCenteredHeadNorm) if zero_centered else None
 
 
 def _activation_class(traits: Family) -> type[nn.Module]:

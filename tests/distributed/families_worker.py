@@ -26,6 +26,7 @@ from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
 from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.pairs import CHANGES, FAMILIES
+from tests.distributed.parity_worker import or_error
 from tests.distributed.ppo_worker import config, layout, run
 
 LOGIT_LAYOUTS = {"tp1": (1, 1, 2), "tp2": (2, 1, 1), "pp2": (1, 2, 1)}
@@ -41,19 +42,26 @@ KINDS = {family: ("huggingface", "converted") if family in CONVERTED else ("hugg
 
 def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    results: dict[str, Any] = {"logits": {family: logits(checkpoints, family, platform) for family in FAMILIES}}
+    results: dict[str, Any] = {"logits": {}}
+    for family in FAMILIES:
+        results["logits"][family] = or_error(lambda family=family: logits(checkpoints, family, platform))
     for family in NEW_FAMILIES:
         for kind in KINDS[family]:
-            models = family if kind == "huggingface" else f"{family}-converted"
+            models = checkpoints / (family if kind == "huggingface" else f"{family}-converted")
             rollout = ROLLOUTS["in place" if kind == "huggingface" else "gathered"]
-            trainer = OnlineTrainer(once(config(checkpoints / models, prompts, LAYOUTS, rollout)))
-            results[f"{family}/{kind}"] = [run(trainer, iteration) for iteration in (1, 2)]
-            trainer.generator.engine.close()
-            del trainer
+            whole = once(config(models, prompts, LAYOUTS, rollout))
+            results[f"{family}/{kind}"] = or_error(lambda whole=whole: two_iterations(whole))
             gc.collect()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
+
+
+def two_iterations(config: ExperimentConfig) -> list[dict[str, float]]:
+    trainer = OnlineTrainer(config)
+    found = [run(trainer, iteration) for iteration in (1, 2)]
+    trainer.generator.engine.close()
+    return found
 
 
 def once(config: ExperimentConfig) -> ExperimentConfig:

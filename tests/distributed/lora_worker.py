@@ -28,7 +28,7 @@ from tests.distributed.cases import ADAM, ALGORITHM, CASES, GROUPS, SGD, Case, m
 from tests.distributed.gather import whole
 from tests.distributed.given import given_roles, given_run
 from tests.distributed.lora_cases import ALPHA, CASES_OF, RANK, SOME, WITHOUT_CRITIC, targets
-from tests.distributed.parity_worker import BUCKET_BYTES, experiment, one_iteration
+from tests.distributed.parity_worker import BUCKET_BYTES, experiment, one_iteration, or_error
 
 BUDGET = 64
 
@@ -38,7 +38,7 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case in CASES:
         for family in [family for family in CASES_OF if f"{case.name}/{family}" in names]:
-            result = run_case(case, checkpoints / family, world)
+            result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()

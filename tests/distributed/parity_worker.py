@@ -7,9 +7,11 @@ torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT C
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -46,6 +48,7 @@ from tests.distributed.cases import (
 from tests.distributed.gather import whole
 from tests.distributed.given import given_roles, given_run, trained_weights
 
+T = TypeVar("T")
 BUCKET_BYTES = 1 << 14  # several storages a model
 
 
@@ -54,10 +57,18 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case in CASES:
         for family in [family for family in FAMILIES if f"{case.name}/{family}" in names]:
-            result = run_case(case, checkpoints / family, world)
+            result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
+
+
+def or_error(run: Callable[[], T]) -> T | str:
+    """What a case computes, or its traceback: a family that cannot be built fails its own cases alone."""
+    try:
+        return run()
+    except Exception:
+        return traceback.format_exc()
 
 
 def run_case(case: Case, models: Path, world: RunContext) -> dict[str, Tensor]:

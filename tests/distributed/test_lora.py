@@ -88,7 +88,9 @@ with_critic = each_case(family for family in CASES_OF if family not in WITHOUT_C
 
 @functools.cache
 def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
-    return torch.load(results / f"{case.name}-{family}.pt")
+    found = torch.load(results / f"{case.name}-{family}.pt")
+    assert not isinstance(found, str), found
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ by PEFT

@@ -159,7 +159,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, toleran
 
 @functools.cache
 def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
-    return torch.load(results / f"{case.name}-{family}.pt")
+    found = torch.load(results / f"{case.name}-{family}.pt")
+    assert not isinstance(found, str), found
+    return found
 
 
 def test_every_layout_that_is_named_exists() -> None:
