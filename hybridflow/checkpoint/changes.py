@@ -161,6 +161,8 @@ def _judged(
         return NOTICED, "the version that saved did not have it"
     if key == "num_iterations":
         return rule.effect(fork=fork), _schedules(before, after, next_iteration)
+    if key == "data.prompts_per_iteration" and after.get("rollout.partial") == GIVEN:
+        return rule.effect(fork=fork), "the rows under way are dropped, and their prompts are not drawn again"
     if key == "data.max_prompt_length" and "drop" not in (before[DROPS], after[DROPS]):
         return FREE, ""
     if key == "algorithm.kl.coef" and after["algorithm.kl.controller"] == "fixed":

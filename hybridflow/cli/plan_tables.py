@@ -94,10 +94,11 @@ def _layers(counts: list[int]) -> str:
 
 
 def _rollout_notes(plan: "Report") -> list[str]:
-    """The groups of the actor's first rank, and the first engine replica."""
+    """The groups of the actor's first rank, the first engine replica, and notes on the rollout."""
     actor = plan["roles"][0]["groups_of_first_rank"]
     groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
-    return [f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."]
+    first = f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."
+    return [first, *(f"{note}." for note in plan["rollout"]["notes"])]
 
 
 def _few(ranks: list[int]) -> str:

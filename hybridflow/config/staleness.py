@@ -88,16 +88,30 @@ def check_staleness(config: StaleConfig) -> None:
 
 
 def staleness_notes(config: StaleConfig) -> list[str]:
-    """What weighs tokens of older weights, a line; none in a synchronous run."""
+    """What weighs tokens of older weights, and when the engine has nothing to do; none in a synchronous run."""
     if not config.rollout.max_staleness:
         return []
+    return [*idle_notes(config.rollout.partial), _correction_note(config)]
+
+
+def idle_notes(partial: PartialRollouts | None) -> list[str]:
+    """When the engine of partial rollouts has nothing to do."""
+    if partial is None or partial.oversample < 2:
+        return []
+    return [
+        f"rollout.partial.oversample = {partial.oversample:g}: while the oldest responses end, a whole batch of others "
+        "may end too. The next iteration then generates nothing. A value below 2 keeps the engine at work"
+    ]
+
+
+def _correction_note(config: StaleConfig) -> str:
     key, policy = f"rollout.max_staleness = {config.rollout.max_staleness}", config.algorithm.policy
     if policy.importance is not None:
         bounds = f"{policy.importance.kind}, {policy.importance.bounds[1]:g} at most"
-        return [f"{key}: tokens of older weights have importance weights (algorithm.policy.importance: {bounds})"]
+        return f"{key}: tokens of older weights have importance weights (algorithm.policy.importance: {bounds})"
     if policy.old_log_probs == "engine":
-        return [f"{key}: ratios are to the log-probs of the engine, which chose the tokens (old_log_probs: engine)"]
-    return [f"{key}: tokens of older weights have no importance weights (algorithm.policy.importance: null)"]
+        return f"{key}: ratios are to the log-probs of the engine, which chose the tokens (old_log_probs: engine)"
+    return f"{key}: tokens of older weights have no importance weights (algorithm.policy.importance: null)"
 
 
 def _check_partial(config: StaleConfig, partial: PartialRollouts) -> None:

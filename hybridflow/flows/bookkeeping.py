@@ -276,6 +276,7 @@ class OnlineBookkeeping(Bookkeeping):
             engine_bytes=self._generation.own_bytes,
             num_steps=self._num_steps(),
             cache_use=self._generation.pop_cache_use(),
+            num_generated=self._generation.num_generated,
         )
 
 

@@ -107,7 +107,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
     if c is None:
         rollout = run.generate()
         return rollout, run.scores(rollout)
-    wanted, kept, equal = len(run.prompts), _from_before(run), list[Groups]()
+    wanted, kept, equal = run.prompts_per_iteration, _from_before(run), list[Groups]()
     num_generated, num_rounds, num_before = 0, 0, len(kept) if kept is not None else 0
     # the first round always: the prompts are drawn. A surplus may fill a batch where the config asked for more before
     while num_rounds == 0 or (num_rounds < c.max_generation_rounds and kept is not None and len(kept) < wanted):

@@ -72,7 +72,7 @@ class Generation:
     ) -> None:
         self.generator, self.scoring = generator, scoring
         self._roles, self._sampling, self._platform, self._watch, self._hooks = roles, sampling, platform, watch, hooks
-        self._first_prompt = self._num_sampled = 0
+        self._first_prompt = self._num_sampled = self.num_generated = 0
 
     @property
     def costs(self) -> list[ReshardCost]:
@@ -93,6 +93,7 @@ class Generation:
         """Metrics of the KV cache since the last call; none where nothing is generated."""
         return self.generator.pop_cache_use()
 
+    num_generated: int  # tokens of responses to the prompts of the iteration
     taken: tuple[tuple[int, ...], PromptBatch] | None = None  # whose responses came, where not those that were drawn
     draws: Draws | None = None  # where prompts come from, where not in order from the data
 
@@ -112,6 +113,7 @@ class Generation:
 
     def begin(self, iteration: int, num_iterations: int) -> None:
         """An iteration begins: costs and counts of an evaluation, or of the iteration before, are forgotten."""
+        self.num_generated = 0
         self.costs.clear()
         self.pop_cache_use()
         if self.generator.turn_counts is not None:
@@ -211,5 +213,6 @@ class Generation:
             generation=generation,
             listener=listener,
         )
+        self.num_generated += rollout.num_response_tokens
         self.generator.count_work(rollout, self._watch)
         return rollout

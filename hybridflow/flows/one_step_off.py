@@ -146,6 +146,7 @@ class OneStepOffGeneration(Generation):
         if planned.asked is None and planned.rollout is None:
             self._start(planned, iteration, iteration - 1)
         rollout = self._handed_over(planned)
+        self.num_generated += rollout.num_response_tokens
         self._used.append(planned)
         self._num_sampled = 1
         if iteration < self._last:
@@ -257,7 +258,7 @@ class OneStepOffGeneration(Generation):
     def metrics(self, batch: RolloutBatch, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
         """See `Generation`."""
         report = self._report
-        return {} if report is None else engine_metrics(report, batch, dict(of_trainers), num_trainers)
+        return {} if report is None else engine_metrics(report, self.num_generated, dict(of_trainers), num_trainers)
 
 
 def rollout_of(tensors: Mapping[str, Tensor], records: RoutingRecords | None, iteration: int) -> RolloutBatch:

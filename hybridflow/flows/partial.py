@@ -93,6 +93,7 @@ class PartialGeneration(Generation):
         if list(kinds) != [SAMPLED] or self._num_sampled:
             raise FlowError(f"{ONE_ROLLOUT} one sampled rollout after each draw, and nothing else")
         self._read_again()
+        before = self._num_tokens()
         with self.engine_awake(), self._watch.phase("generate"):
             self._open_tokens = self.generator.generate_partly(
                 self._under_way,
@@ -101,6 +102,7 @@ class PartialGeneration(Generation):
                 iteration=iteration,
                 max_staleness=self._config.rollout.max_staleness,
             )
+        self.num_generated += self._num_tokens() - before
         groups = self._under_way.take(self._wanted)
         self._num_sampled = 1
         prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
@@ -167,11 +169,14 @@ class PartialGeneration(Generation):
 
     def metrics(self, batch: RolloutBatch, of_trainers: object, num_trainers: int) -> Metrics:
         """See `Generation`."""
-        rows = [row for group in self._under_way.groups for row in group.rows]
         return {
             "rollout/groups_under_way": float(len(self._under_way.groups)),
-            "rollout/tokens_under_way": float(sum(len(row.token_ids) for row in rows) + self._open_tokens),
+            "rollout/tokens_under_way": float(self._num_tokens()),
         }
+
+    def _num_tokens(self) -> int:
+        """Of responses under way, with those of an environment."""
+        return sum(len(row.token_ids) for group in self._under_way.groups for row in group.rows) + self._open_tokens
 
     def end(self, *, saved: bool | None) -> None:
         """See `Generation`."""

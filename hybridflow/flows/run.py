@@ -131,6 +131,11 @@ class Run(IterationData):
             check_finite({"rollout_log_probs": rollout.rollout_log_probs}, rollout)
         return rollouts if more else rollouts[0]
 
+    @property
+    def prompts_per_iteration(self) -> int:
+        """data.prompts_per_iteration: prompts of a batch. Partial rollouts draw more."""
+        return self._online.data.prompts_per_iteration
+
     def draw(self) -> None:
         """The next prompts in order take the place of `prompts`. The first of an iteration are drawn when it begins."""
         self._book.draw(self)

@@ -26,10 +26,12 @@ def cost_metrics(
     engine_bytes: int,
     num_steps: Mapping[str, int],
     cache_use: Mapping[str, float],
+    num_generated: int,
 ) -> Metrics:
     """Seconds, rates and bytes, each the largest of any rank: a role need not lie on rank 0. num_steps: by role.
 
     cache_use: metrics of the engine's KV cache on this rank; the names are alike on all ranks.
+    num_generated: tokens of responses that the iteration has generated; the batch may have others.
     """
     own = {
         "reshard/seconds": sum(cost.seconds for cost in reshards),
@@ -43,7 +45,10 @@ def cost_metrics(
     }
     more = {f"time/{OVERLAPPED}_seconds": watch.seconds.get(OVERLAPPED, 0.0), **cache_use}
     stages = ("rollout", "estimate", "update")
-    return _costs(batch, own, stages, watch=watch, exchange=exchange, num_steps=num_steps, more=more)
+    found = _costs(batch, own, stages, watch=watch, exchange=exchange, num_steps=num_steps, more=more)
+    if found.get("time/generate_seconds"):
+        found["rollout/throughput_tokens_per_sec"] = num_generated / found["time/generate_seconds"]
+    return found
 
 
 def training_costs(
@@ -119,8 +124,6 @@ def _exchanged(
 def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_steps: Mapping[str, int]) -> Metrics:
     """Of the phases that there were."""
     rates: Metrics = {}
-    if "generate" in seconds:
-        rates["rollout/throughput_tokens_per_sec"] = batch.num_response_tokens / seconds["generate"]
     if "reward" in seconds:
         rates["reward/latency_ms"] = 1e3 * seconds["reward"]
     if "critic_update" in seconds and num_steps["critic"]:

@@ -69,10 +69,11 @@ class EngineReport:
         return EngineReport(largest, summed, [a + b for a, b in zip(self.turns, other.turns, strict=True)])
 
 
-def engine_metrics(report: EngineReport, batch: RolloutBatch, of_trainers: Metrics, num_trainers: int) -> Metrics:
+def engine_metrics(report: EngineReport, num_generated: int, of_trainers: Metrics, num_trainers: int) -> Metrics:
     """What takes the place of metrics that the trainers alone cannot know.
 
-    of_trainers: their metrics of the iteration, per rank over `num_trainers` ranks.
+    num_generated: tokens of the engines. of_trainers: their metrics of the iteration, per rank over `num_trainers`
+    ranks.
     """
     found: Metrics = {
         name: max(value, float(of_trainers.get(name, 0.0))) for name, value in report.largest.items() if "/" in name
@@ -83,7 +84,7 @@ def engine_metrics(report: EngineReport, batch: RolloutBatch, of_trainers: Metri
         float(of_trainers["speed/tokens_per_sec_per_gpu"]) * num_trainers / everybody
     )
     if seconds:
-        found["rollout/throughput_tokens_per_sec"] = batch.num_response_tokens / seconds
+        found["rollout/throughput_tokens_per_sec"] = num_generated / seconds
         found["speed/generate_tflops"] = report.summed["flops"] / engines / seconds / 1e12
         if report.summed["ideal seconds"]:
             found["speed/generate_mfu"] = report.summed["ideal seconds"] / engines / seconds

@@ -230,6 +230,14 @@ def test_lines_show_both_values_and_what_it_means() -> None:
     assert "sampling.top_p" in found(now) and "seed" not in found(now)
 
 
+def test_another_number_of_prompts_drops_the_rows_under_way() -> None:
+    partial = {"rollout": {"max_staleness": 1, "partial": {"oversample": 2}}}
+    data = {"train": "t.jsonl", "max_prompt_length": 8}
+    one, other = (resolved(**partial, data=data | {"prompts_per_iteration": number}) for number in (4, 8))
+    why = "the rows under way are dropped, and their prompts are not drawn again"
+    assert found(other, one).lines() == [like(f"data.prompts_per_iteration: 4 -> 8  ({why})")]
+
+
 def test_a_bucket_of_prompt_lengths_is_told_by_its_keys() -> None:
     sampling = {"max_response_length": 8, "samples_per_prompt": 2}
     one, other = (

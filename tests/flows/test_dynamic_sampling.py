@@ -43,6 +43,7 @@ class Run:
 
     def __init__(self, scores: dict[int, tuple[float, ...]], count: int, state: RunState | None = None) -> None:
         self._scores, self._count = scores, count
+        self.prompts_per_iteration = count
         self.state, self.metrics, self.lines = state or RunState(), dict[str, Tensor](), list[str]()
         self.samples, self.iteration = always(SAMPLES), 1
         self.draw()
@@ -51,10 +52,6 @@ class Run:
         first = self.state.num_prompts_drawn
         self.prompt_rows = tuple(range(first, first + self._count))
         self.state = replace(self.state, num_prompts_drawn=first + self._count)
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        return self.prompt_rows
 
     def generate(self) -> RolloutBatch:
         """A row is its prompt, once or twice, and the number of its sample."""

@@ -1,5 +1,6 @@
 """Partial rollouts in whole runs: against HuggingFace models of each version, themselves, and ends in between."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -31,6 +32,11 @@ RUNS = {
     "again": [TP1],
     "tp2": [],
     "older": [TP1, "rollout.max_staleness=2", "rollout.partial.oversample=2.5"],
+    "dynamic": [
+        *(TP1, "rollout.partial.oversample=2", "reference=null"),
+        "reward=" + json.dumps({"functions": [{"function": "tests.flows.dynamic_rewards:first_is_a_digit"}]}),
+        "algorithm=" + json.dumps(GRPO | {"kl": {"use": "none"}, "dynamic_sampling": {"max_generation_rounds": 2}}),
+    ],
     "apart": ["actor.ranks=0", "actor.tensor_parallel_size=1", "reference.ranks=0", "rollout.ranks=1"],
     "ppo": [
         "critic={model: CRITIC, dtype: float32, optimizer: {lr: 1.0e-3}}",
@@ -50,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "ppo"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("ppo", "dynamic")])
 def test_every_segment_has_the_log_probs_of_the_version_that_chose_it(name: str, root: Path, tmp_path: Path) -> None:
     run, seen = root / name, set[int]()
     models = {0: AutoModelForCausalLM.from_pretrained(root / "inputs" / "policy", dtype=torch.float32)}
@@ -86,6 +92,25 @@ def test_no_prompt_is_lost_and_none_is_trained_on_twice(root: Path) -> None:
         assert load_state(root / name / "checkpoints" / step_name(NUM_ITERATIONS)).state.num_prompts_drawn == drawn
         positions = left["groups"][:, 1].tolist()
         assert positions == sorted(set(positions)) and positions[-1] < drawn
+
+
+def test_dynamic_sampling_trains_on_as_many_groups_as_are_asked_for(root: Path) -> None:
+    """Though the first draw is of twice as many, and each iteration draws as many as end."""
+    for iteration in range(1, NUM_ITERATIONS + 1):
+        assert len(batch(root / "dynamic", iteration)["prompt_indices"].unique()) == 4
+
+
+def test_speed_counts_what_was_generated(root: Path) -> None:
+    """Tokens of the batch and those under way, less those that were under way before."""
+    before = 0.0
+    with (root / "partial" / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    for iteration, row in enumerate(found, 1):
+        trained = float(batch(root / "partial", iteration)["response_mask"].sum())
+        under_way, seconds = (float(row[name]) for name in ("rollout/tokens_under_way", "time/generate_seconds"))
+        speed = float(row["rollout/throughput_tokens_per_sec"])
+        assert speed == pytest.approx((trained + under_way - before) / seconds)
+        before = under_way
 
 
 def prompts(found: dict[str, torch.Tensor]) -> list[list[int]]:
