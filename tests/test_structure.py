@@ -104,6 +104,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.parallel.rank_log",
     "hybridflow.parallel.versions",
     "hybridflow.cli.chat",  # before torch is loaded
+    "hybridflow.config.hub",  # before huggingface_hub is loaded
     "hybridflow.cli.env",  # tells of them
     "hybridflow.launcher.*",
 ]

@@ -23,6 +23,7 @@ from hybridflow import __version__
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, step_name, steps
 from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
+from hybridflow.config.hub import fetched, is_hub_name
 from hybridflow.errors import RunDirError, UserError
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ Message = dict[str, str]
 def main(arguments: list[str] | None = None) -> int:
     parser = argument_parser("hybridflow.cli.chat", __doc__)
     parser.add_argument(
-        "model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, a model's, or one of PEFT with adapters"
+        "model",
+        metavar="RUN_OR_MODEL",
+        type=Path,
+        help="a run's directory, a model's, one of PEFT with adapters, or a name on the Hub",
     )
     parser.add_argument(
         "--base", metavar="DIR", help="base model of adapters (default: that of their adapter_config.json)"
@@ -75,7 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def model_directory(given: Path) -> Path:
-    """A run's trained model, or the directory itself: of a whole model, or of adapters. Errors: RunDirError."""
+    """A run's trained model, or the directory itself: of a whole model, or of adapters.
+
+    Errors: RunDirError; ConfigError where the Hub is asked in vain.
+    """
+    if is_hub_name(str(given)):
+        return Path(fetched(str(given), "RUN_OR_MODEL"))
     if (given / "hf" / "config.json").is_file():
         return given / "hf"
     if holds_adapter(given):

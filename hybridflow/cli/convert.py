@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         together = processes.join(_show_error)
+        _fetch(options)
         status: int = options.run(options, together, _console() if together.first else None)
         together.barrier()
     except KeyboardInterrupt:
@@ -60,6 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
         processes.abandon(status)
     processes.leave()
     return status
+
+
+def _fetch(options: argparse.Namespace) -> None:
+    """Names on the Hub become the directories to which the models were fetched. Errors: ConfigError."""
+    from hybridflow.config.hub import fetched
+
+    for name, shown in options.of_the_hub.items():
+        setattr(options, name, Path(fetched(str(getattr(options, name)), shown)))
 
 
 def _show_error(error: object) -> None:
@@ -159,6 +168,7 @@ def _show(options: argparse.Namespace, processes: "Processes", console: Console 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argument_parser("tools.convert", __doc__)
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(of_the_hub={})
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_to_megatron(commands)
     _add_to_huggingface(commands)
@@ -176,7 +186,7 @@ def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "hybridflow load DST on any layout (tensor, pipeline and data parallel). Every tensor keeps its dtype and its "
         "bits. DST also gets config.json, the tokenizer and the generation config."
     )
-    _add_paths(command, "HuggingFace directory")
+    _add_paths(command, "HuggingFace directory, or name on the Hub")
     command.add_argument(
         "--value-head",
         action="store_true",
@@ -192,7 +202,7 @@ def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "refuses DST",
     )
     _add_trust(command)
-    command.set_defaults(run=_to_megatron)
+    command.set_defaults(run=_to_megatron, of_the_hub={"source": "SRC"})
 
 
 def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -214,9 +224,9 @@ def _add_peft_to_huggingface(commands: "argparse._SubParsersAction[argparse.Argu
         "SRC is a directory of PEFT, such as runs/NAME/adapter. Sums are in float32, and rounded once to the dtype of "
         "the base model."
     )
-    _add_paths(command, "directory of PEFT")
+    _add_paths(command, "directory of PEFT, or name on the Hub")
     _add_huggingface_options(command)
-    command.set_defaults(run=_peft_to_huggingface)
+    command.set_defaults(run=_peft_to_huggingface, of_the_hub={"source": "SRC"})
 
 
 def _add_huggingface_options(command: argparse.ArgumentParser) -> None:
@@ -255,8 +265,8 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "Compare the models in A and B: names of tensors, shapes, dtypes and every bit. A and B are HuggingFace "
         "directories or torch_dist checkpoints. The exit status is 1 if anything differs."
     )
-    command.add_argument("one", type=Path, metavar="A", help="model directory")
-    command.add_argument("other", type=Path, metavar="B", help="model directory")
+    command.add_argument("one", type=Path, metavar="A", help="model directory, or name on the Hub")
+    command.add_argument("other", type=Path, metavar="B", help="model directory, or name on the Hub")
     command.add_argument(
         "--forward",
         action="store_true",
@@ -267,7 +277,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.add_argument(
         "--trust-remote-code", action="store_true", help="with --forward: transformers may run code of the directory"
     )
-    command.set_defaults(run=_verify)
+    command.set_defaults(run=_verify, of_the_hub={"one": "A", "other": "B"})
 
 
 def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -276,8 +286,8 @@ def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "Print the architecture, sizes and files of a model directory of either kind. The list of tensors has their "
         "names in both kinds. The exit status is 1 if a tensor is missing or unknown."
     )
-    command.add_argument("directory", type=Path, metavar="DIR", help="model directory")
-    command.set_defaults(run=_show)
+    command.add_argument("directory", type=Path, metavar="DIR", help="model directory, or name on the Hub")
+    command.set_defaults(run=_show, of_the_hub={"directory": "DIR"})
 
 
 def _add_paths(command: argparse.ArgumentParser, source: str) -> None:

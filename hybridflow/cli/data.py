@@ -20,7 +20,7 @@ from hybridflow.config import read_tree, read_value
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import parse_prompts
 from hybridflow.config.fixed_data import config_class
-from hybridflow.config.hub import fetch_models
+from hybridflow.config.hub import fetch_models, use_variables
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
 
@@ -55,13 +55,15 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
     from hybridflow.data.sources import fetch, open_files
     from hybridflow.data.view import columns, data_lines
 
+    given = None if config is None else read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
+    if given is not None:
+        use_variables(given)
     fetch(files, "FILE")
     opened = open_files(files, "FILE")
     yield from opened.notes
     yield from columns(opened)
-    if config is not None:
+    if config is not None and given is not None:
         yield ""
-        given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
         fetch_models(given, weights=False)
         search_beside(config)
         tree = with_neutral(given)

@@ -50,7 +50,7 @@ from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import SET_NAME
 from hybridflow.config.evaluation import MAX_TOKENS, bare_tree, evaluation_tree
 from hybridflow.config.files import as_yaml, read_tree, read_value
-from hybridflow.config.hub import cached_directory, fetch_models, is_hub_name
+from hybridflow.config.hub import fetch_models, fetched, is_hub_name, use_variables
 from hybridflow.errors import CheckpointError, ConfigError, Reasons, RunDirError, UserError
 from hybridflow.user_code import search_beside
 
@@ -123,6 +123,8 @@ def _written(options: Namespace) -> tuple[Path, Path]:
     overrides = [word for word in options.words if "=" in word]
     if len(configs) > 1:
         raise ConfigError(f"{' '.join(configs)}: give one config")
+    if configs:
+        use_variables(read_tree(configs[0], overrides))
     found = evaluated_model(options.model, options.checkpoint, base=options.base)
     source, tree = _config(found, options, configs, overrides)
     output = options.output or _output(found, tree)
@@ -201,7 +203,9 @@ def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel
     if path.parent.is_dir() and any(path.parent.glob(f"*/{CONFIG}")):
         raise RunDirError(f"{given}: no such run; {path.parent} has others")
     if is_hub_name(given):
-        return EvaluatedModel(given, re.sub(r"[^\w.-]+", "--", given), None)
+        directory = fetched(given, "RUN_OR_MODEL")
+        adapter = directory if holds_adapter(Path(directory)) else None
+        return EvaluatedModel(given, re.sub(r"[^\w.-]+", "--", given), None, adapter=adapter)
     raise RunDirError(
         f"{given}: is neither a run's directory nor a model's, and no name on the Hub such as openai/gsm8k"
     )
@@ -249,8 +253,7 @@ def _config(
 
 def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
     """Of a model alone: its chat template, and lengths that it takes."""
-    fetch_models({"actor": {"model": found.model}}, weights=True)
-    directory = Path(cached_directory(found.model))
+    directory = Path(fetched(found.model, "RUN_OR_MODEL"))
     spec = spec_that_talks(directory)
     by_template, arguments = prompts_of_run(found.run or directory)
     if by_template is None:

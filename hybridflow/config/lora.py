@@ -4,7 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from hybridflow.config.section import PathText, Section
+from hybridflow.config.hub import ModelText
+from hybridflow.config.section import Section
 
 RANK = ALPHA = 32
 ModuleName = Annotated[str, Field(min_length=1)]
@@ -29,9 +30,9 @@ class LoraConfig(Section):
     experts and the output layer. null: all-linear, or those of adapter_path."""
     exclude_modules: Annotated[tuple[ModuleName, ...], BeforeValidator(_named)] = ()
     """Linear layers without an adapter, of those in target_modules."""
-    adapter_path: PathText | None = None
-    """A directory of PEFT, or of a role in a checkpoint with adapters, that the adapters begin with. null: new ones,
-    which change nothing."""
+    adapter_path: ModelText | None = None
+    """A directory of PEFT, its name on the Hub, or a role in a checkpoint with adapters, that the adapters begin with.
+    null: new ones, which change nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,7 +3,6 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -14,18 +13,17 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.config.hub import cached_directory
+from hybridflow.config.hub import ModelText
 from hybridflow.config.lora import LoraConfig
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.recompute import RecomputeKey
 from hybridflow.config.rewards import ScoringConfig
-from hybridflow.config.section import PathText, Section
+from hybridflow.config.section import Section
 from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
 
-ModelText = Annotated[PathText, AfterValidator(cached_directory)]
 RanksText = Annotated[str, Field(pattern=r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$")]
 RanksKey = Annotated[
     Ranks, BeforeValidator(parse_ranks, json_schema_input_type=RanksText | NonNegativeInt), PlainSerializer(shown)

@@ -28,7 +28,7 @@ from hybridflow.architecture.spec import Head, ModelSpec, read_spec
 from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.architecture.weights import model_weights
-from hybridflow.config.hub import cached_directory, is_hub_name
+from hybridflow.config.hub import fetched
 from hybridflow.convert.compare import CheckpointFiles
 from hybridflow.convert.output import check_target, new_directory
 from hybridflow.convert.processes import ALONE, Processes
@@ -108,14 +108,17 @@ def open_adapted(path: Path, base: str | None = None, *, key: str = "SRC") -> Ad
 
 
 def base_directory(path: Path, given: str | None, *, key: str) -> Path:
-    """The base model of an adapter. given: in place of what its config names. Errors: ConfigError."""
+    """The base model of an adapter, fetched where the Hub has it. given: in place of what its config names.
+
+    Errors: ConfigError.
+    """
     field, base = "--base", given
     if base is None:
         field, base = f"{path / CONFIG}: base_model_name_or_path", base_named(path, key=key)
-    found = Path(cached_directory(base))
+    found = Path(fetched(base, field))
     if not found.is_dir():
-        fetch = f"`hf download {base}` fetches it, or" if is_hub_name(base) else "it is relative to where you are;"
-        raise ConfigError(f"{field} = {base}: no such directory here; {fetch} --base DIR names the base model")
+        where = "it is relative to where you are; --base DIR names the base model"
+        raise ConfigError(f"{field} = {base}: no such directory here; {where}")
     return found
 
 
