@@ -83,6 +83,10 @@ class DisagreementError(UserError):
     """The ranks of a run do not have the same files."""
 
 
+class OfAnotherRank(Exception):
+    """What another rank has met, and reports. This rank ends with that rank."""
+
+
 class Stopped(Exception):
     """The run was told to end: no error. saved: it can go on from where it ended."""
 

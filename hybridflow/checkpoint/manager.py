@@ -31,7 +31,7 @@ from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
 from hybridflow.errors import DataError, RecordError, SaveError, Stopped
 from hybridflow.formats.directories import sync
-from hybridflow.parallel.agreement import failures
+from hybridflow.parallel.agreement import failures, met_by_all
 from hybridflow.parallel.peer_processes import parent_process
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.rank_log import open_rank_log
@@ -71,6 +71,7 @@ class CheckpointManager:
         portable: Callable[[Tensors], Tensors] = dict,
     ) -> None:
         self._config, self._platform, self._group, self._watchdog = config, platform, group, watchdog
+        self._store = store
         self._stop: StopRequest = watchdog.stop
         self._digests = {name: digest.hex() for name, digest in digests.items()}
         self._saves, self._root, self._portable = saves, config.run_dir / CHECKPOINTS, portable
@@ -168,6 +169,16 @@ class CheckpointManager:
             yield
         except SaveError as error:
             raise SaveError(f"{error}; {self._saved_if_possible(state, recorder)}") from error
+
+    def save_before(self, error: Exception, iteration: int, state: Callable[[], RunState], recorder: Recorder) -> None:
+        """Save the run, which ends with `error`, where all ranks have met an error at the same place.
+
+        The error gets a note on what came of that. iteration: the last whole one, of which `state()` gives the state.
+        """
+        if self._saves and iteration and met_by_all(error, iteration, self._group, self._store):
+            self._saver.report = recorder.message
+            with self._watchdog.phase("save"):
+                error.add_note(self._saved_if_possible(state(), recorder))
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""

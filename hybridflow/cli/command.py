@@ -40,9 +40,10 @@ def print_error(error: object, module: str) -> None:
 
 
 def error_text(error: object, prefix: str) -> str:
-    """Each line behind `prefix: error:`, but those that begin with spaces: lines of code, to be copied."""
+    """Each line behind `prefix: error:`, but those that begin with spaces: lines of code, to be copied. Then notes."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return "\n".join(line if line.startswith("    ") else f"{prefix}: error: {line}" for line in lines)
+    found = [line if line.startswith("    ") else f"{prefix}: error: {line}" for line in lines]
+    return "\n".join([*found, *(f"{prefix}: {note}" for note in getattr(error, "__notes__", ()))])
 
 
 def positive(text: str) -> int:

@@ -118,6 +118,11 @@ class Bookkeeping:
         self._stage.enter_context(self.watch.stage(stage))
         self.hooks.show(f"iteration {iteration}: {self.shown[stage]}")
 
+    @property
+    def steps_begun(self) -> bool:
+        """Whether an optimizer step of the iteration has begun: the models may not be those of the one before."""
+        return any(role.step_begun for role in self.roles.trained())
+
     def stop_if_requested(self, iteration: int) -> None:
         """Raise Stopped on all ranks or none, as long as the models are as the iteration before left them."""
         if not any(role.steps for role in self.roles.trained()) and self.hooks.should_stop():

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hybridflow.algorithms.evaluation import majority_at_k, pass_at_k
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets
+from hybridflow.errors import RewardError
+from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.answers import AnswerReader
 from hybridflow.rewards.calls import FunctionCaller
@@ -127,11 +129,15 @@ def evaluate(
 
     A row that has failed, or that the judge fails on where that does not end the run, is not right, and is counted.
     """
-    prompts, own = heldout.prompts, list[PartialTensor]()
+    prompts, own, failure = heldout.prompts, list[PartialTensor](), None
     if judge.function is not None:
-        marks = caller.scores(judge.function, responses, prompts)
-        own = [*marks.parts, marks.failures]
+        try:
+            marks = caller.scores(judge.function, responses, prompts)
+            own = [*marks.parts, marks.failures]
+        except RewardError as error:
+            failure = error
     scores = scorer.scores(responses, prompts) if scorer is not None else None
+    raise_known(failure or (scores.failure if scores is not None else None), exchange.group)
     asked = [*own, *(scores.parts() if scores is not None else ())]
     wholes = exchange.gather_all(asked) if asked else []
     if judge.function is None:

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.flows.finite import check_finite
+from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.rewards.scorer import Scores
 
 
 class Pending(Protocol):
@@ -34,8 +36,11 @@ def exchanged(
 ) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
     """(whole tensors by name, the whole parts of each). A tensor is taken for whole as it is.
 
-    Errors: NonFinite, naming the row of `batch`, where a number is not finite.
+    Errors: NonFinite, naming the row of `batch`, where a number is not finite. What a reward function has failed with
+    on one rank is raised on all.
     """
+    for scores in [x for x in asked.values() if isinstance(x, Scores)]:
+        raise_known(scores.failure, exchange.group)
     parts = {name: () if isinstance(x, Tensor) else x.parts() for name, x in asked.items()}
     flat = [part for some in parts.values() for part in some]
     wholes = iter(exchange.gather_all(flat) if flat else [])

@@ -166,6 +166,11 @@ class OverlappedScoring:
             self._ready.clear()
         self._looked = time.monotonic()
 
+    def on_failure(self) -> None:
+        """See `RolloutListener`."""
+        if self._board is not None:
+            self._board.done()
+
     def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         """See `RolloutListener`. Run units of scoring, one after the other, until all replicas have generated."""
         if not self._models:

@@ -8,6 +8,8 @@ the parts are put together all the same. So ranks compare what they have, by 16 
 """
 
 import hashlib
+import time
+import traceback
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +17,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
-from hybridflow.errors import DisagreementError
+from hybridflow.errors import DisagreementError, OfAnotherRank
+from hybridflow.parallel.diagnosis import lost_peer
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import installed_version
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
+MEETING_SECONDS = 20.0  # between the first rank with an error and the last
 CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
 SAMPLE_BYTES = 1 << 14
 WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
@@ -59,6 +64,41 @@ def failures(own: str | None, group: dist.ProcessGroup) -> list[str]:
     dist.all_gather_object(every, own, group=group)
     ranks = dist.get_process_group_ranks(group)
     return [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text is not None]
+
+
+def raise_known(own: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks what one of them has met: `own` there, OfAnotherRank elsewhere. Collective, as `failures`."""
+    found = failures(None if own is None else f"{type(own).__name__}: {own}", group)
+    if found:
+        raise OfAnotherRank("; ".join(found)) if own is None else own
+
+
+def met_by_all(error: Exception, number: int, group: dist.ProcessGroup, store: Store) -> bool:
+    """Whether all ranks have met an error at this place, and so may call collectives again. number: of the iteration.
+
+    Ranks ask the store, not each other: a rank without an error is in another collective, and never answers.
+    """
+    if group.size() == 1:
+        return True
+    if lost_peer(error) and not isinstance(error, OfAnotherRank):
+        return False
+    key = f"met/{number}/{_place(error)}"
+    until = time.monotonic() + MEETING_SECONDS
+    try:
+        count = store.add(key, 1)
+        while count < group.size() and time.monotonic() < until:
+            time.sleep(0.05)
+            count = store.add(key, 0)
+    except RuntimeError:  # the store has ended with another rank
+        return False
+    return count >= group.size()
+
+
+def _place(error: BaseException) -> str:
+    """Where ranks that call collectives alike have met it: each call, down to `raise_known` if that has raised it."""
+    calls = traceback.extract_tb(error.__traceback__)
+    known = next((i for i, call in enumerate(calls) if call.name == raise_known.__name__), None)
+    return digest_bytes(*(f"{call.filename}:{call.lineno}".encode() for call in calls[:known])).hex()
 
 
 def differences(digests: Mapping[int, Mapping[str, bytes]]) -> list[str]:

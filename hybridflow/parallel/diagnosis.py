@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import UserError
+from hybridflow.errors import OfAnotherRank, UserError
 from hybridflow.parallel.peer_processes import NOT_RUNNING, Condition
 from hybridflow.parallel.process_exit import in_time
 
@@ -18,6 +18,8 @@ LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe"
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error may be that of a rank whose peer is gone: gloo, NCCL and the store raise RuntimeErrors."""
+    if isinstance(error, OfAnotherRank):
+        return True
     if isinstance(error, UserError):
         return False
     chain: BaseException | None = error

@@ -11,10 +11,12 @@ import json
 import time
 from typing import Any
 
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.store_client import StoreClient
 
 Order = dict[str, Any]  # JSON; "act" says what is to be done
 END = "end"
+STORE_SILENCE = 30.0  # seconds
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1  # seconds between two looks into the store
 
 
@@ -31,9 +33,16 @@ class EngineOrders:
         self._number += 1
 
     def next(self) -> Order:
-        """Wait for the next order."""
-        pause = SHORTEST_PAUSE
-        while (text := self._store.read(str(self._number))) is None:
+        """Wait for the next order. Errors: EnvironmentProblem where the store has not answered for STORE_SILENCE."""
+        key, pause, heard = str(self._number), SHORTEST_PAUSE, time.monotonic()
+        while (text := self._store.read(key)) is None:
+            if self._store.has(key) is not None:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > STORE_SILENCE:
+                raise EnvironmentProblem(
+                    f"the store of the ranks has not answered for {STORE_SILENCE:g} s: torchrun, which keeps the "
+                    "store, has probably been killed"
+                )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._number += 1

@@ -18,6 +18,7 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RewardConfig
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls
@@ -41,12 +42,14 @@ class Scores:
     """A weighted sum that is yet to be exchanged: what this rank knows of each term, (N,) each, by name.
 
     functions: of each function of the sum, what the calls have taken and which rows have failed.
+    failure: of a function on this rank, which ends the run where all ranks exchange what they know.
     """
 
     terms: tuple[PartialTensor, ...]
     weights: tuple[float, ...]
     names: tuple[str, ...]
     functions: tuple[FunctionScores, ...] = ()
+    failure: RewardError | None = None
 
     def parts(self) -> tuple[PartialTensor, ...]:
         """All that is exchanged: the terms, then what the functions took, then their failures."""
@@ -123,10 +126,14 @@ class Scorer:
         with self._watch.phase("reward"):
             read = [self._reencoders.get(i, _as_it_is)(rollout, prompts) for i in range(len(self.models))]
             models = [model.scores(rows) for model, rows in zip(self.models, read, strict=True)]
-            functions = self._function_scores(rollout, prompts)
+            functions, failure = list[FunctionScores](), None
+            try:
+                functions = self._function_scores(rollout, prompts)
+            except RewardError as error:
+                failure = error
             given = environment_terms(rollout, self._caller.rank, self._caller.world_size)
         terms = (*models, *(part for function in functions for part in function.parts), *given)
-        return Scores(terms, self._weights, self._names, tuple(functions))
+        return Scores(terms, self._weights, self._names, tuple(functions), failure)
 
     def call_ahead(self, prompts: PromptBatch) -> RolloutCalls | None:
         """Of the rollout that is about to be made: the functions that need not wait for it."""

@@ -258,7 +258,7 @@ class TrainedRole(Role):
     """A role with an optimizer; `trained` is None on a rank outside the role's grid.
 
     steps: those since `begin_iteration`. Once a gradient was not finite no more steps are taken in that iteration.
-    takes_steps: without it nothing is trained, whatever a flow asks for.
+    step_begun: whether the first of these has begun. takes_steps: without it nothing is trained.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class TrainedRole(Role):
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
         self.steps: list[StepReport] = []
-        self.takes_steps = trains
+        self.step_begun, self.takes_steps = False, trains
         self.training_model: TrainedModel | None = None
         if not trains:
             for chunk in self.chunks:
@@ -295,7 +295,7 @@ class TrainedRole(Role):
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
         self.lr = learning_rate(self.optimizer_config, iteration, num_iterations)
-        self.steps = []
+        self.steps, self.step_begun = [], False
 
     def weights(self) -> dict[str, tuple[Weight, Tensor]]:
         """This rank's live weights by megatron name, after the last step."""
@@ -370,6 +370,7 @@ class TrainedRole(Role):
         if not self.takes_steps:
             return StepReport((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
         self.ahead = None  # that was of other weights
+        self.step_begun = True
         self._before_step()
         values, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)

@@ -6,9 +6,9 @@ with generator.resharded():             # alias / permute / gather, and back
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from hybridflow.architecture.flops import forward_flops
 from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.errors import EnvironmentProblem
+from hybridflow.errors import EnvironmentProblem, OfAnotherRank, RewardError, Stopped
 from hybridflow.models.layer_specs import DTYPES
+from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
@@ -46,12 +47,14 @@ from hybridflow.rollout.generation import (
     whole_rollout,
 )
 from hybridflow.rollout.language_model import LanguageModel
-from hybridflow.rollout.partial import Segment, UnderWay
+from hybridflow.rollout.partial import ReplicaWork, Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.segments import replica_segments, whole_segments, with_pieces
 from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
+
+T = TypeVar("T")
 
 
 class Generator:
@@ -272,7 +275,8 @@ class Generator:
             first_prompt=first_prompt,
             generation=generation,
         )
-        return self.gathered(asked, self.responses(asked, releasing))
+        own = self._or_known(lambda: self.responses(asked, releasing), releasing)
+        return self.gathered(asked, RowResponses() if own is None else own)
 
     def generate_partly(
         self,
@@ -288,17 +292,11 @@ class Generator:
         The engine is awake, with the weights that iteration `iteration` begins with. prompts: of the groups, one each,
         by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
-        config, own, stays = self._placed.config, dict[tuple[int, int], Segment](), self.turns is not None
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
-        work = under_way.work(len(self.layout.replicas), **limits, sampling=config.sampling, stays=stays)
-        if self.engine is not None:
-            part, params = work[self.layout.coordinates(self._platform.rank).replica], self.params["sampled"]
-            requests = under_way.requests(part.groups, config.seed, config.sampling)
-            if self.turns is None:
-                own = replica_segments(self.engine, params, requests, part)
-            else:
-                new = self.turns.new_rows(under_way, requests, prompts, config.sampling.limits, config.seed)
-                own = self.turns.segments(self.engine, params, under_way, part, new, version=iteration - 1)
+        count, sampling = len(self.layout.replicas), self._placed.config.sampling
+        work = under_way.work(count, **limits, sampling=sampling, stays=self.turns is not None)
+        found = self._or_known(lambda: self._segments(under_way, prompts, work, version=iteration - 1))
+        own = {} if found is None else found
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
@@ -308,6 +306,47 @@ class Generator:
         if self.turns is None:
             return 0
         return int(self._exchange.sum(torch.tensor(self.turns.num_open_tokens, device=self._exchange.device)))
+
+    def _segments(
+        self,
+        under_way: UnderWay,
+        prompts: Mapping[int, PromptBatch],
+        work: Sequence[ReplicaWork],
+        *,
+        version: int,
+    ) -> dict[tuple[int, int], Segment]:
+        """Of this rank's replica; none on a rank without an engine. Collective over the replica."""
+        if self.engine is None:
+            return {}
+        config, params = self._placed.config, self.params["sampled"]
+        part = work[self.layout.coordinates(self._platform.rank).replica]
+        requests = under_way.requests(part.groups, config.seed, config.sampling)
+        if self.turns is None:
+            return replica_segments(self.engine, params, requests, part)
+        new = self.turns.new_rows(under_way, requests, prompts, config.sampling.limits, config.seed)
+        return self.turns.segments(self.engine, params, under_way, part, new, version=version)
+
+    def _or_known(self, generate: Callable[[], T], listener: RolloutListener | None = None) -> T | None:
+        """What this rank's replica generates. An error of all ranks of a replica is raised on all ranks.
+
+        Of an engine of several ranks only errors of what answers the model are such: these all ranks hear of.
+        Collective over the world.
+        """
+        found, failure = None, None
+        alone = len(self.layout.replicas[0]) == 1
+        try:
+            found = generate()
+        except Exception as error:
+            if isinstance(error, Stopped) or not (alone or isinstance(error, RewardError | OfAnotherRank)):
+                raise
+            failure = error
+            with contextlib.suppress(Exception):  # an engine that has failed may fail here too: the run ends
+                if self.engine is not None:
+                    self.engine.abort_all()
+            if listener is not None:
+                listener.on_failure()
+        raise_known(failure, self._exchange.group)
+        return found
 
     def ask(
         self,
@@ -388,6 +427,9 @@ class _ReleasingListener:
 
     def on_engine_step(self) -> None:
         self.listener.on_engine_step()
+
+    def on_failure(self) -> None:
+        self.listener.on_failure()
 
     def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         self.generator.give_back()

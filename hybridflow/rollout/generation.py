@@ -51,6 +51,9 @@ class RolloutListener(Protocol):
     def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         """All responses of this replica are there, prompt after prompt. Others may still run."""
 
+    def on_failure(self) -> None:
+        """This replica has failed: nobody may wait for the rest of its responses."""
+
 
 # An engine reads the tokens of a prompt together, and once for all samples; those of responses come one by one, each
 # with a pass over the weights that only the requests of the moment share.

@@ -42,7 +42,7 @@ class OpenRows:
         self._keys: dict[int, RowKey] = {}  # by number
         self._paused = False
         if turns.answers is not None:
-            turns.answers.begin(self._rows)
+            turns.agreement.attempt(turns.answers.begin, self._rows)
 
     def __contains__(self, key: RowKey) -> bool:
         return key in self._keys.values()
@@ -95,7 +95,7 @@ class OpenRows:
 
     def _go_on(self, engine: RolloutEngine, params: "Sequence[SamplingParams]", version: int) -> None:
         if self._paused and self._turns.answers is not None:
-            self._turns.answers.resume()
+            self._turns.agreement.attempt(self._turns.answers.resume)
         self._paused = False
         self._rows.go_on(version)
         for record in self._rows.records:
@@ -106,7 +106,8 @@ class OpenRows:
         records = self._rows.admit([row.request for row in new.values()], [row.name for row in new.values()])
         self._keys |= {record.number: key for record, key in zip(records, new, strict=True)}
         if self._turns.answers is not None:
-            self._turns.answers.admit(records, [row.episode for row in new.values()])
+            episodes = [row.episode for row in new.values()]
+            self._turns.agreement.attempt(self._turns.answers.admit, records, episodes)
 
     def _stop(self, engine: RolloutEngine) -> None:
         """Behind the events of a step, which all ranks have applied."""

@@ -7,7 +7,7 @@ go on and with what. So all ranks add the same requests in the same order, else 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.errors import OfAnotherRank, RewardError
 from hybridflow.rollout.engine import Request, Response, RolloutEngine, response_of
 from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, RowRecord, TurnEvent
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 
 SLOTS = 512  # numbers of the first broadcast: what mostly is enough
 HEAD = 6  # numbers of an event before its tokens
+FAILED = [-1]  # in place of events
+P = ParamSpec("P")
 
 
 @dataclass
@@ -121,13 +124,23 @@ class LeaderBroadcast:
     def __init__(self, group: dist.ProcessGroup | None, leader: int, device: torch.device) -> None:
         """group: of the replica; None of one rank. leader: its first rank."""
         self._group, self._leader, self._device = group, leader, device
+        self._failure: RewardError | None = None
         self.leads = group is None or dist.get_rank() == leader
 
+    def attempt(self, act: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
+        """What the first rank does for all. The next `on_all` raises the RewardError on all ranks."""
+        try:
+            act(*arguments, **named)
+        except RewardError as error:
+            self._failure = self._failure or error
+
     def on_all(self, events: Sequence[TurnEvent]) -> list[TurnEvent]:
-        """Those of the first rank, which alone has rewards."""
-        if self._group is None:
-            return list(events)
-        numbers = self._broadcast(_packed(events))
+        """Those of the first rank, which alone has rewards. Errors: RewardError there, OfAnotherRank elsewhere."""
+        numbers = FAILED if self._failure is not None else _packed(events)
+        if self._group is not None:
+            numbers = self._broadcast(numbers)
+        if numbers == FAILED:
+            raise self._failure or OfAnotherRank("what answers the model has failed on the first rank of the replica")
         return list(events) if self.leads else _unpacked(numbers)
 
     def _broadcast(self, numbers: list[int]) -> list[int]:
@@ -196,7 +209,7 @@ class TurnTaking:
         """
         rows = ReplicaRows(requests, of_rollout, several=self.several, room=engine.most_rows)
         if self.answers is not None:
-            self.answers.begin(rows)
+            self.agreement.attempt(self.answers.begin, rows)
         left = len(rows)
         while left:
             for event, calls in self.agreed(rows, wait=not engine.is_busy):
@@ -215,7 +228,7 @@ class TurnTaking:
     def agreed(self, rows: ReplicaRows, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """What has happened, applied on all ranks."""
         if self.answers is not None:
-            self.answers.work(wait=wait)
+            self.agreement.attempt(self.answers.work, wait=wait)
         own = rows.take_events()
         events = self.agreement.on_all([event for event, _ in own])
         if self.agreement.leads:
@@ -241,7 +254,7 @@ class TurnTaking:
             first = len(sequence.token_ids) - len(turn.token_ids) - sequence.spoken
             turn = replace(turn, token_ids=sequence.token_ids[first:], log_probs=sequence.log_probs[first:])
         if self.answers is not None:
-            self.answers.said(record, branch, turn)
+            self.agreement.attempt(self.answers.said, record, branch, turn)
 
 
 def make_calls(engine: RolloutEngine, calls: Sequence[EngineCall], params: "Sequence[SamplingParams]") -> None:

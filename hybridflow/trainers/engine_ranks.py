@@ -67,6 +67,9 @@ class _UntilTheEnd:
     def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         """See `RolloutListener`."""
 
+    def on_failure(self) -> None:
+        """See `RolloutListener`."""
+
 
 @dataclass(frozen=True)
 class EnginesApart:

@@ -170,6 +170,11 @@ class FixedDataTrainer:
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None
+        except Exception as error:
+            if not self.book.steps_begun:
+                self.book.abandon(self.run, before)
+                self.checkpoint_manager.save_before(error, before.iteration, lambda: before, recorder)
+            raise
         finally:
             self.watchdog.rest()
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)

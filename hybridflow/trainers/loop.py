@@ -117,7 +117,13 @@ def _recorded(
     why = trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     if evaluates(interval, iteration, last) or (interval and why is not None):
         recorder.phase(f"iteration {iteration}: evaluating")
-        recorder.evaluated(done, trainer.evaluate(whole=iteration == last or why is not None))
+        try:
+            evaluation = trainer.evaluate(whole=iteration == last or why is not None)
+        except Exception as error:
+            recorder.iteration(done)
+            trainer.checkpoint_manager.save_before(error, iteration, lambda: trainer.run.state, recorder)
+            raise
+        recorder.evaluated(done, evaluation)
         why = why or trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     done.metrics["time/save_seconds"] = trainer.checkpoint_manager.pop_save_seconds()
     recorder.iteration(done)

@@ -8,6 +8,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -340,6 +341,12 @@ class OnlineTrainer:
             found.tensors = dict(self.roles.portable(found.tensors))
             self.run.state = lost(self.config, self.run.state, found, recorder, self.exchange.group)
             return None
+        except Exception as error:
+            if not self.book.steps_begun:
+                self.book.abandon(self.run, before)
+                keep = partial(self.generation.kept, before)
+                self.checkpoint_manager.save_before(error, before.iteration, keep, recorder)
+            raise
         finally:
             self.watchdog.rest()
         if not self._looked_at_ends:

@@ -50,6 +50,18 @@ class Talk:
             time.sleep(random.SystemRandom().uniform(0.0, self.delay))
 
 
+class FailsAt(Talk):
+    """Talk, but for the question that begins with this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def step(self, said: Said) -> float | list[dict[str, str]]:
+        assert int(self.row["question"].partition("+")[0]) != self.number, "on purpose"
+        return super().step(said)
+
+
 class Sleeps:
     """Rows of the questions 2 and 3 go on for longer than anybody waits, the one in a call, the other in many turns."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import UserError
+from hybridflow.errors import OfAnotherRank, UserError
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.trainers.online import OnlineTrainer
@@ -25,6 +25,7 @@ def named(name: str, **more: Any) -> str:
 
 
 TALK = {"max_turn_tokens": 16, "max_turns": 5}
+LATER = named("FailsAt", arguments={"number": 5}, on_error="end_run", **TALK)  # in the second iteration
 ONE = "actor.tensor_parallel_size=1"
 CASES = {
     "talk": [named("Talk", **TALK)],
@@ -37,6 +38,8 @@ CASES = {
     "no tokens left": [named("NeverDone", max_turns=50, max_turn_tokens=8), SAMPLED, "num_iterations=1"],
     "fragile": [named("Fragile", max_turn_tokens=8, call_seconds=10, num_workers=24), "num_iterations=1"],
     "fragile ends": [named("Fragile", max_turn_tokens=8, call_seconds=10, on_error="end_run"), "num_iterations=1"],
+    "later at tp 2": [LATER, "actor.tensor_parallel_size=2"],
+    "later at dp 2": [LATER, ONE],
     "row time": [named("Talk", arguments={"delay": 5.0}, row_seconds=0.2, max_turn_tokens=8), "num_iterations=1"],
     "rollout time": [named("Sleeps", rollout_seconds=6.0, num_workers=16, max_turn_tokens=8), "num_iterations=1"],
     "parts": [named("Parts", parts={"right": 0.5, "short": 1.0}, max_turn_tokens=8)],
@@ -64,8 +67,8 @@ def run(config: Path, out: Path, cases: dict[str, list[str]]) -> None:
             finally:
                 trainer.generator.engine.close()
             told[name] = ""
-        except UserError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+        except (UserError, OfAnotherRank) as error:
+            told[name] = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     if torchrun.torchrun_rank()[0] == 0:
         out.write_text(json.dumps(told))
     platforms.stop()

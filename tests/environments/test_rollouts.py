@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.batch import PerToken, RolloutBatch
+from hybridflow.checkpoint.state import load_state
 from hybridflow.cli.samples import main
 from hybridflow.recording.iteration import batch_metrics
 from hybridflow.recording.marked_turns import OPENS
@@ -27,6 +28,7 @@ from tests.launch import run_ranks
 pytestmark = pytest.mark.distributed
 
 ON_TWO = ("talk at tp 2", "talk at pp 2", "talk at dp 2")
+LATER = ("later at tp 2", "later at dp 2")
 END_ID = make_tokenizer().convert_tokens_to_ids(END)
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
 FIELDS |= {"rollout_log_probs", "environment_rewards"}
@@ -51,8 +53,9 @@ def told(root: Path, cases: set[str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def on_two(root: Path) -> dict[str, RolloutBatch]:
     """The first rollouts of two ranks with an environment that answers at any time: with one engine, and with two."""
-    run_ranks(2, "tests.environments.rollouts_worker", root / "config.yaml", root / "two.json", *ON_TWO)
-    assert json.loads((root / "two.json").read_text()) == dict.fromkeys(ON_TWO, "")
+    run_ranks(2, "tests.environments.rollouts_worker", root / "config.yaml", root / "two.json", *ON_TWO, *LATER)
+    found = json.loads((root / "two.json").read_text())
+    assert {name: found[name] for name in ON_TWO} == dict.fromkeys(ON_TWO, "")
     return {name: rollout(root, name) for name in ON_TWO}
 
 
@@ -193,6 +196,13 @@ def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
     found = told["fragile ends"]
     assert "data.environment.class = tests.environments.classes_of_users:Fragile: row " in found
     assert "on_error: fail_row" in found
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_failure_of_one_replica_saves_the_iteration_before(name: str, root: Path, on_two: object) -> None:
+    found, steps = json.loads((root / "two.json").read_text())[name], root / "runs" / name.replace(" ", "_")
+    assert "the run is saved after iteration 1" in found and "AssertionError: on purpose" in found
+    assert load_state(steps / "checkpoints" / "step_000001").state.iteration == 1
 
 
 @pytest.mark.cases("row time")
