@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridflow.architecture.merge import merged
 from hybridflow.architecture.parts import whole_parts
-from hybridflow.architecture.peft_directory import write_adapter
+from hybridflow.architecture.peft_directory import left_out_by_peft, write_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
 from hybridflow.data.tokenizers import keep_tokenizer_class
@@ -86,6 +86,8 @@ def export_huggingface(
                 replace_directory(partial, target)
                 if spec.lora is not None and adapter is not None:
                     write_adapter(adapter, adapters, spec, head)
+                    if (line := left_out_by_peft(spec, head)) is not None:
+                        report(f"{adapter}: {line}")
             except CheckpointError as error:
                 failure = str(error)
             except OSError as error:

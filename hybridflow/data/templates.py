@@ -65,8 +65,8 @@ class ChatTemplate:
         before, mark, _ = self._rendered([*messages[:-1], {**last, "content": MARK}], where, how).rpartition(MARK)
         if mark and text.rstrip() == (before + said.strip()).rstrip():
             return before + said
-        if said and text.endswith(said):
-            return text
+        if said.strip() and text.rstrip().endswith(said.rstrip()):
+            return text.rstrip() + said[len(said.rstrip()) :]
         raise RowError(
             f"{where}[{len(messages) - 1}].content = {shown(said)}: the chat template renders this beginning of the "
             f"assistant's otherwise, {shown(text[-len(said) :])}, and the model would go on from that",

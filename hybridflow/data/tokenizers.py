@@ -23,9 +23,7 @@ CLASS = "tokenizer_class"
 VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", TEKKEN)
 
 # of which any tokenizer makes tokens
-PROBE = (
-    "Solve 12 + 345:\n\n\tx_1 = f(a)# na\u00efve \u65e5\u672c\u8a9e \U0001f642 \u0939\u093f\u0928\u094d\u0926\u0940"
-)
+PROBE = "Solve 12 + 345:\n\n\tx_1 = f(a)# na\u00efve \u65e5\u672c\u8a9e \U0001f642 \u0939\u093f\u0928\u094d\u0926\u0940"
 
 TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json"),
@@ -121,10 +119,12 @@ def keep_tokenizer_class(source: Path, target: Path) -> None:
         tokenizer = load_tokenizer(source)
     except CheckpointError:
         return  # whoever needs it is told
-    said, name = _read_config(target), type(tokenizer).__name__
+    expected, said, name = tokenizer(PROBE)["input_ids"], _read_config(target), type(tokenizer).__name__
+    if not expected:
+        return  # as above
     if said.get(CLASS) != name:
         (target / CONFIG).write_text(json.dumps(said | {CLASS: name}, indent=2, ensure_ascii=False) + "\n")
-    if load_tokenizer(target)(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+    if load_tokenizer(target)(PROBE)["input_ids"] != expected:
         raise CheckpointError(
             f"{target}: with model_type = {kinds[1]!r} in config.json transformers reads the tokenizer of {source} "
             f"otherwise, whose model_type = {kinds[0]!r}"

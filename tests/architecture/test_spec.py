@@ -391,9 +391,8 @@ def test_check_length() -> None:
 def test_the_model_type_must_be_that_of_the_architecture(kind: dict[str, Any], named: str, tmp_path: Path) -> None:
     """transformers and vLLM choose their classes by it; without it they know of no model."""
     message = refusal(written(tmp_path, **kind))
-    assert message == like(
-        f"model_type = {named} is not supported: must be 'llama' for this architecture; each word names other mathematics: correct the wrong one"
-    )
+    rule = "must be 'llama' for this architecture; each word names other mathematics: correct the wrong one"
+    assert message == like(f"model_type = {named} is not supported: {rule}")
 
 
 def test_two_ropes_that_differ(tmp_path: Path) -> None:
