@@ -355,6 +355,7 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     fewer |= engines_growth(spec.query_growth)
+    fewer |= {"model_type": spec.traits.model_type or spec.family} if spec.wrapped else {}
     if head == spec.head:
         if spec.wrapped:
             fewer |= {"architectures": [spec.language_model], TIED: spec.tied}

@@ -46,7 +46,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     _read_tiktoken_files_anew()
     try:
         config = own_config(path) if (path / "config.json").is_file() else None
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, mistral_format=False, config=config)
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, mistral_format=False, trust_remote_code=False, config=config
+        )
     except Exception as error:  # transformers reads config.json too, and raises all kinds of errors
         for file in _files_of(path):
             if file.suffix == ".json":

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.spec import config_changes, read_spec
 from hybridflow.cli.convert import main
 from hybridflow.convert.forward import largest_difference
 from hybridflow.convert.survey import open_survey
@@ -59,6 +59,7 @@ def test_the_wrapper_says_whether_the_head_is_the_embedding(family: str, tmp_pat
     described = json.loads((published / "config.json").read_text())
     for each in (described, described["text_config"]):
         each.pop("tie_word_embeddings", None)
+    assert described["text_config"].pop("model_type") in (family, f"{family}_text")  # which has a default too
     for name, wrapper_ties, text_ties, own in HEADS:
         head = {} if name is None else {name: torch.randn_like(tokens) if own else tokens.clone()}
         save_file(kept | head, published / "model.safetensors", metadata={"format": "pt"})
@@ -71,6 +72,7 @@ def test_the_wrapper_says_whether_the_head_is_the_embedding(family: str, tmp_pat
         found = open_survey(published)
         found.check()
         assert own == ("lm_head.weight" in found.weights)
+    assert config_changes(read_spec(published), "lm")["model_type"] in (family, f"{family}_text")
 
 
 def test_a_head_by_a_name_that_nobody_reads_is_refused(tmp_path: Path) -> None:
