@@ -25,8 +25,8 @@ Read = Callable[[int, int], Tensor]  # rows from .. to
 def has_own_head(path: Path, heads: Sequence[str], embeddings: Sequence[str], vocab_size: int) -> bool:
     """Whether the weights in `path` have an output layer that differs from the embedding.
 
-    heads, embeddings: HuggingFace names that each may have. A directory without weights has none. Errors: CheckpointError
-    for damaged files.
+    heads, embeddings: HuggingFace names that each may have. A directory without weights has none. Errors:
+    CheckpointError for damaged files.
     """
     found = _in_distributed(path) if is_distributed(path) else _in_safetensors(path, heads, embeddings)
     if found is None:
