@@ -158,6 +158,14 @@ def test_truncation_and_padding_of_the_file_are_no_ones(tmp_path: Path) -> None:
     assert unlike_its_file(path, tokenizer) is None and tokenizer("12+3=" * 9)["input_ids"] == expected
 
 
+def test_tokenizer_json_is_read_beside_tekken_json(tmp_path: Path) -> None:
+    """transformers would take the latter, for a class without chat templates."""
+    path = directory(tmp_path / "mistral")
+    (path / "config.json").write_text('{"model_type": "mistral"}')
+    (path / "tekken.json").write_text("{}")
+    assert load_tokenizer(path)("1+2=")["input_ids"] == make_tokenizer()("1+2=")["input_ids"]
+
+
 def test_kimi_with_yarn_as_published(tmp_path: Path) -> None:
     """transformers knows the model type under another name alone."""
     path = directory(tmp_path / "kimi")
