@@ -291,15 +291,18 @@ IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 IMAGES |= {"image_size": 28, "patch_size": 14}
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"vision_config": IMAGES, "mm_tokens_per_image": 4}),
-    "ministral3": (
-        "Mistral3",
-        {"vision_config": {**IMAGES, "model_type": "pixtral", "head_dim": 8}, "tie_word_embeddings": False},
+    **dict.fromkeys(
+        ("ministral3", "mistral"),
+        (
+            "Mistral3",
+            {"vision_config": {**IMAGES, "model_type": "pixtral", "head_dim": 8}, "tie_word_embeddings": False},
+        ),
     ),
 }
 
 
 def make_window_wrapper(directory: Path, family: str, *, num_layers: int = 2, head_dim: int = 8) -> Path:
-    """DIRECTORY: Gemma 3 or Ministral 3 as it is published, beside what reads images."""
+    """DIRECTORY: Gemma 3, Ministral 3 or Mistral Small as it is published, beside what reads images."""
     prefix, whole = WRAPPERS[family]
     torch.manual_seed(11)
     text = {
@@ -308,7 +311,7 @@ def make_window_wrapper(directory: Path, family: str, *, num_layers: int = 2, he
         **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, **FAMILIES[family][1]},
     }
     if prefix == "Mistral3":
-        text["model_type"] = "ministral3"
+        text["model_type"] = family
     config = getattr(transformers, prefix + "Config")(text_config=text, architectures=None, **whole)
     model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
     randomise(model, 0.15)

@@ -15,7 +15,7 @@ from typing import Any
 
 from docs.generator.markdown import code, listed, table
 from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.family import WRAPPER, ConfigFieldRule, Family
+from hybridflow.architecture.family import ConfigFieldRule, Family
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
@@ -218,7 +218,7 @@ def _size(count: int) -> str:
 def family_table(name: str) -> str:
     family = FAMILIES[name]
     score = family.score_architecture or f"{name}ForSequenceClassification"
-    wrapper = [family.wrapper or name + WRAPPER] if family.has_wrapper else []
+    wrapper = [family.wrapper] if family.wrapper else []
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
     latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
     rows += [("`config.json` must have", listed([*family.required, *latent]))]

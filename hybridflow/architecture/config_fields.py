@@ -4,17 +4,19 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.architecture.attention_fields import FULL, AttentionFields, check_layer_types
-from hybridflow.architecture.family import Family
+from hybridflow.architecture.family import ConfigFieldRule, Family
 from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
 from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.architecture.rope import is_number, rope_object
-from hybridflow.architecture.tied_head import has_own_head
-from hybridflow.architecture.wrapper import WRAPPED
+from hybridflow.architecture.tied_head import HEAD, has_own_head
+from hybridflow.architecture.wrapper import wrapped_names
 from hybridflow.errors import CheckpointError
 
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
 MOST_LAYERS = 10_000
-LINEAR = "linear_attention"
+LINEAR, TIED = "linear_attention", "tie_word_embeddings"
+
+CAUSAL = ConfigFieldRule("is_causal", (True,), "attention must be causal")
 
 
 class ConfigFields:
@@ -79,7 +81,8 @@ class ConfigFields:
         kind = raw.get("model_type")  # transformers and vLLM go by it
         must = family.model_type or family.name
         other = kind not in (must, *family.other_model_types)
-        self._refuse("model_type", kind, other, f"must be {must!r} for this architecture")
+        rule = f"must be {must!r} for this architecture; each word names other mathematics: correct the wrong one"
+        self._refuse("model_type", kind, other, rule)
         return found
 
     def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
@@ -106,7 +109,7 @@ class ConfigFields:
         quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
         unread = quantised and not is_block_fp8(raw, self._family)
         self._refuse("quantization_config", "...", unread, "quantised weights")
-        for rule in self._family.rules:
+        for rule in (*self._family.rules, CAUSAL):
             value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
         eps = raw.get("rms_norm_eps", 0.0)
@@ -114,11 +117,11 @@ class ConfigFields:
 
     def _tied(self) -> bool:
         """Whether the output layer is the embedding."""
-        said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
-        size, name = self._size("vocab_size"), self._family.embedding
-        begins = [beginning for beginning, other in WRAPPED.items() if other == "model."]
-        names = [name.replace("model.", beginning, 1) for beginning in begins] if self._wrapped else [name]
-        return said and not any(has_own_head(self._file.parent, embedding, size) for embedding in names)
+        names = wrapped_names if self._wrapped else lambda name: [name]
+        heads, embeddings = names(HEAD), names(self._family.embedding)
+        return bool(self._raw.get(TIED, self._family.tied)) and not has_own_head(
+            self._file.parent, heads, embeddings, self._size("vocab_size")
+        )
 
     def _projected_size(self, hidden: int) -> int | None:
         key = self._family.embedding_size_key

@@ -79,8 +79,8 @@ class Family:
     model_type: str = ""  # in config.json; none: the family's name
     other_model_types: tuple[str, ...] = ()  # of other makers' models that are built alike
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
-    wrapper: str = ""  # the architecture of the wrapper, where it has another name than the family's
-    has_wrapper: bool = False  # published models lie in one with what reads images: text_config says what counts
+    wrapper: str = ""  # the architecture with what reads images beside, where text_config says what counts
+    wrapper_tied: bool = True  # what a missing tie_word_embeddings of the wrapper means
     shared_size_key: str = ""  # the size of an expert that every token goes through, times a sigmoid of a gate
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means

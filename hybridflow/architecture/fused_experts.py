@@ -13,7 +13,8 @@ from pathlib import Path
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import layer_weights
-from hybridflow.architecture.wrapper import WRAPPED
+from hybridflow.architecture.wrapper import MISNAMED_HEAD, WRAPPED
+from hybridflow.errors import CheckpointError
 from hybridflow.formats.block_fp8 import BlockFp8Directory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 
@@ -27,6 +28,11 @@ def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
     Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
     """
     directory = BlockFp8Directory(path) if spec.block_fp8 else SafetensorsDirectory(path)
+    if MISNAMED_HEAD in directory:
+        raise CheckpointError(
+            f"{directory.file_of(MISNAMED_HEAD)}: {MISNAMED_HEAD} is no name by which transformers reads an output "
+            f"layer; lm_head.weight is"
+        )
     for beginning, other in WRAPPED.items():
         directory.rename(beginning, other)
     for layer in range(spec.num_layers if spec.num_experts else 0):

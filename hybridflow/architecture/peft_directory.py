@@ -58,6 +58,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
+EXPERT_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+EXPERTS_BY_NAME = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # families of which PEFT takes these for experts' alone
 HEADS = frozenset({"score", "classifier"})  # what PEFT names where a model scores, of which score is there
 
 
@@ -161,6 +163,17 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
     return said
 
 
+def check_no_score(path: Path, lora: Lora, key: str) -> None:
+    """Errors: ConfigError where the adapters are those of a model that scores."""
+    said = read_adapter_config(path, key)
+    task, whole = said.get("task_type"), said.get("modules_to_save")
+    if task in CLASSIFIERS or whole or VALUE_HEAD.hf[0] in open_adapter(path, lora):
+        raise ConfigError(
+            f"{key} = {path}: {CONFIG} has task_type = {task!r} and modules_to_save = {whole!r}: these are adapters of "
+            "a model that scores, trained with the head of it, and not of a language model"
+        )
+
+
 def lora_of_directory(path: Path, spec: ModelSpec, key: str) -> Lora:
     """The adapters of a directory, for the base model of a spec. Errors: ConfigError, naming the key and the file."""
     said = read_adapter_config(path, key)
@@ -230,6 +243,7 @@ def targets_of(file: AdapterFile, spec: ModelSpec, key: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ writing
 
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
+CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 
 
 def write_adapter(target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, head: Head) -> None:
@@ -265,6 +279,21 @@ def adapter_names(spec: ModelSpec, head: Head) -> list[str]:
         if is_linear(weight):
             found += [module + end for module in modules_of(weight) if spec.lora.adapts(module) for end in HF.values()]
     return [*found, *(VALUE_HEAD.hf if head == "score" else ())]
+
+
+def left_out_by_peft(spec: ModelSpec, head: Head) -> str | None:
+    """What PEFT does not read of a model's adapters, as a line for people; None: it reads all.
+
+    PEFT 0.21 takes three names, whatever is in front of them, for those of the routed experts.
+    """
+    modules = [name.removesuffix(HF[A]) for name in adapter_names(spec, head) if name.endswith(HF[A])]
+    lost = [module for module in modules if module.endswith(EXPERT_NAMES)]
+    if spec.family not in EXPERTS_BY_NAME or not lost:
+        return None
+    return (
+        f"PEFT leaves out {len(lost)} of the {len(modules)} adapters, such as that of {lost[0]}: it takes the name for "
+        "that of routed experts. vLLM, hybridflow and the merged model have them"
+    )
 
 
 def adapter_config(spec: ModelSpec, head: Head) -> dict[str, Any]:

@@ -103,9 +103,11 @@ def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) ->
 
     layers: whose, by the word of layer_types, where not all layers turn alike.
     """
+    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = _config_of(path).get_text_config()
+    config = own_config(path) or AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = config.get_text_config()
     rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -119,14 +121,14 @@ def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) ->
     return Rotary(*compute(config, "cpu"))
 
 
-def _config_of(path: Path) -> Any:
-    """transformers' reading of config.json, also of a model type that transformers has under another name alone."""
-    from transformers import AutoConfig, DeepseekV3Config
+def own_config(path: Path) -> Any | None:
+    """transformers' reading of config.json with a model type that it has under another name alone; None: it has it."""
+    from transformers import DeepseekV3Config
 
     raw = parse_json((path / "config.json").read_bytes(), f"{path}: ")
-    if raw.get("model_type") == "kimi_k2":
-        return DeepseekV3Config.from_dict(raw | {"model_type": "deepseek_v3"})
-    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if raw.get("model_type") != "kimi_k2":
+        return None
+    return DeepseekV3Config.from_dict(raw | {"model_type": "deepseek_v3"})
 
 
 def attention_scale(rope: Rope, head_dim: int) -> float:

@@ -4,6 +4,8 @@ A `ModelSpec` is everything that building, loading, resharding and exporting a m
 What sets an architecture apart stands in `hybridflow.architecture.families`.
 """
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -12,7 +14,7 @@ from typing import Any, Literal
 
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.attention_fields import FULL, SLIDING
-from hybridflow.architecture.config_fields import ConfigFields
+from hybridflow.architecture.config_fields import TIED, ConfigFields
 from hybridflow.architecture.families import FAMILIES
 from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
@@ -36,9 +38,7 @@ ARCHITECTURES: dict[str, tuple[str, Head]] = {
 ARCHITECTURES |= {
     each.score_architecture: (prefix, "score") for prefix, each in FAMILIES.items() if each.score_architecture
 }
-ARCHITECTURES |= {
-    family.wrapper or prefix + WRAPPER: (prefix, "lm") for prefix, family in FAMILIES.items() if family.has_wrapper
-}
+ARCHITECTURES |= {family.wrapper: (prefix, "lm") for prefix, family in FAMILIES.items() if family.wrapper}
 TEXT_CONFIG = "text_config"  # the language model's part of a wrapper's config.json
 
 
@@ -276,17 +276,27 @@ def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
     architecture = _architecture(file, raw)
     prefix, head = ARCHITECTURES[architecture]
     wrapped = architecture.endswith(WRAPPER)
-    fields = ConfigFields(file, _text_config(file, raw) if wrapped else raw, FAMILIES[prefix], wrapped=wrapped)
-    return ModelSpec(head=head, wrapped=wrapped, **fields.read(head))
+    if wrapped:
+        family, raw = _text_config(file, raw, architecture)
+    else:
+        family = FAMILIES[prefix]
+    return ModelSpec(head=head, wrapped=wrapped, **ConfigFields(file, raw, family, wrapped=wrapped).read(head))
 
 
-def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a wrapper, with what the wrapper says for both."""
+def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Family, dict[str, Any]]:
+    """The family of a wrapper's language model, and its part of the file with what the wrapper says for both.
+
+    transformers ties by the wrapper's word alone.
+    """
     text = raw.get(TEXT_CONFIG)
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: {TEXT_CONFIG} = {text!r} is not supported: must be an object")
-    shared = ("tie_word_embeddings", "quantization_config", "compression_config")
-    return text | {key: raw[key] for key in shared if key in raw}
+    inside = [family for family in FAMILIES.values() if family.wrapper == architecture]
+    first, kind = inside[0], text.get("model_type")
+    family = next((each for each in inside if (each.model_type or each.name) == kind), first)
+    text = {"model_type": first.model_type or first.name} | text | {TIED: family.wrapper_tied}
+    shared = (TIED, "is_causal", "quantization_config", "compression_config")
+    return family, text | {key: raw[key] for key in shared if key in raw}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -305,12 +315,27 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
     if architecture in REFUSED:
         raise CheckpointError(f"{file}: architectures = {architecture!r} is not supported: {REFUSED[architecture]}")
     if architecture not in ARCHITECTURES:
-        nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
-        hint = f"the nearest known one is {nearest[0]}; " if nearest else ""
+        meant = _misspelt(architecture)
+        hint = f"misspelt? the nearest known one is {meant}; " if meant else ""
+        if meant is None and get_close_matches(architecture, ARCHITECTURES, n=1):
+            hint = "it computes otherwise than those of like names, and does not become one by the name; "
         raise CheckpointError(
             f"{file}: architectures = {architecture!r} is not supported; {hint}known are {', '.join(ARCHITECTURES)}"
         )
     return architecture
+
+
+def _misspelt(architecture: str) -> str | None:
+    """The known architecture with the same letters in another order, or one more; None for what may be another name."""
+    from transformers.models.auto import modeling_auto as known
+
+    theirs = {*known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    if architecture in theirs | {*known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}:
+        return None
+    given, digits = architecture.casefold(), re.findall(r"\d", architecture)
+    folded = {each.casefold(): each for each in ARCHITECTURES if re.findall(r"\d", each) == digits}
+    nearest = [each for each in get_close_matches(given, folded, cutoff=0.93) if not Counter(given) - Counter(each)]
+    return folded[nearest[0]] if nearest else None
 
 
 def engines_growth(growth: QueryGrowth | None) -> dict[str, Any]:
@@ -330,10 +355,11 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     fewer |= engines_growth(spec.query_growth)
+    fewer |= {"model_type": spec.traits.model_type or spec.family} if spec.wrapped else {}
     if head == spec.head:
         if spec.wrapped:
-            fewer |= {"architectures": [spec.language_model], "tie_word_embeddings": spec.tied}
-        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
+            fewer |= {"architectures": [spec.language_model], TIED: spec.tied}
+        return fewer if spec.tied or head != "lm" else {**fewer, TIED: False}
     architecture = spec.traits.score_architecture or prefix + SCORES
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [architecture], **labels, **fewer}

@@ -5,7 +5,7 @@ transformers 5 and vLLM 0.32 compare the two tensors and tie where they are equa
 where both are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +22,13 @@ PIECE_BYTES = 64 << 20
 Read = Callable[[int, int], Tensor]  # rows from .. to
 
 
-def has_own_head(path: Path, embedding: str, vocab_size: int) -> bool:
+def has_own_head(path: Path, heads: Sequence[str], embeddings: Sequence[str], vocab_size: int) -> bool:
     """Whether the weights in `path` have an output layer that differs from the embedding.
 
-    embedding: the HuggingFace name. A directory without weights has none. Errors: CheckpointError for damaged files.
+    heads, embeddings: HuggingFace names that each may have. A directory without weights has none. Errors:
+    CheckpointError for damaged files.
     """
-    found = _in_distributed(path) if is_distributed(path) else _in_safetensors(path, embedding)
+    found = _in_distributed(path) if is_distributed(path) else _in_safetensors(path, heads, embeddings)
     if found is None:
         return False
     (head, read_head), (tokens, read_tokens) = found
@@ -49,17 +50,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 Found = tuple[tuple[TensorInfo, Read], tuple[TensorInfo, Read]] | None  # head and embedding, where there are both
 
 
-def _in_safetensors(path: Path, embedding: str) -> Found:
+def _in_safetensors(path: Path, *named: Sequence[str]) -> Found:
     if (path / INDEX).exists():
         listed = read_index(path / INDEX)
-        files = {name: path / listed[name] for name in (HEAD, embedding) if name in listed}
+        files = {name: path / file for name, file in listed.items()}
     elif (path / SINGLE).exists():
-        files = dict.fromkeys((HEAD, embedding), path / SINGLE)
+        files = dict.fromkeys(read_header(path / SINGLE), path / SINGLE)
     else:
         return None
-    if len(files) < 2:
-        return None
-    entries = [read_header(files[name]).get(name) for name in (HEAD, embedding)]
+    names = [next((name for name in of_one if name in files), None) for of_one in named]
+    entries = [None if name is None or None in names else read_header(files[name]).get(name) for name in names]
     head, tokens = entries
     if head is None or tokens is None:
         return None

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from hybridflow.architecture.merge import merged
 from hybridflow.architecture.parts import whole_parts
-from hybridflow.architecture.peft_directory import write_adapter
+from hybridflow.architecture.peft_directory import left_out_by_peft, write_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
+from hybridflow.data.tokenizers import keep_tokenizer_class
 from hybridflow.errors import CheckpointError, SaveError
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.huggingface_files import (
@@ -80,10 +81,13 @@ def export_huggingface(
                 _write_weights(tensors, _plan(spec.base, dtype, head), partial, max_file_bytes, report)
                 write_config(spec.path, partial, config_changes(spec, head), section=spec.config_section, dtype=dtype)
                 copy_companions(spec.path, partial)
+                keep_tokenizer_class(spec.path, partial)
                 add_end_tokens(partial, end_token_ids)
                 replace_directory(partial, target)
                 if spec.lora is not None and adapter is not None:
                     write_adapter(adapter, adapters, spec, head)
+                    if (line := left_out_by_peft(spec, head)) is not None:
+                        report(f"{adapter}: {line}")
             except CheckpointError as error:
                 failure = str(error)
             except OSError as error:

@@ -40,6 +40,7 @@ from hybridflow.checkpoint.store import (
     superfluous,
 )
 from hybridflow.config import CheckpointConfig
+from hybridflow.data.tokenizers import keep_tokenizer_class
 from hybridflow.errors import CheckpointError, SaveError
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_records
 from hybridflow.formats.file_bytes import memory_of
@@ -183,6 +184,7 @@ class CheckpointWriter:
             changes = config_changes(spec, role.head)
             write_config(spec.path, directory, changes, section=spec.config_section, dtype=DTYPES[role.dtype])
             copy_companions(spec.path, directory)
+            keep_tokenizer_class(spec.path, directory)
             if spec.lora is not None:
                 write_adapter_config(directory, spec, role.head)
 

@@ -19,6 +19,7 @@ from hybridflow.architecture.peft_directory import (
     TASKS,
     AdapterFile,
     adapter_names,
+    left_out_by_peft,
     lora_of_directory,
     open_adapter,
     read_adapter_config,
@@ -174,3 +175,5 @@ def to_peft(
             write_adapter_weights(directory, {name: files.read(name, files.tensors[name].shape) for name in names})
             (directory / CONFIG).write_bytes((source / CONFIG).read_bytes())
     say(console, f"{target}: {len(names)} tensors, {size_text(total)}")
+    if (line := left_out_by_peft(spec, base.head)) is not None:
+        say(console, f"{target}: {line}")

@@ -17,6 +17,7 @@ import torch
 
 from hybridflow.convert.processes import Processes
 from hybridflow.convert.progress import size_text
+from hybridflow.data.tokenizers import keep_tokenizer_class
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import replace_directory, sync
 from hybridflow.formats.huggingface_files import copy_companions, write_config
@@ -55,6 +56,7 @@ def write_companions(
     """config.json, tokenizer, generation config and chat template; what the user should know of it."""
     write_config(source, directory, config_changes, section=section, dtype=dtype, trust_remote_code=trust_remote_code)
     copy_companions(source, directory, trust_remote_code=trust_remote_code)
+    keep_tokenizer_class(source, directory)
     code = [] if trust_remote_code else sorted(file.name for file in source.glob("*.py"))
     return [f"not copied: {', '.join(code)}: --trust-remote-code copies code"] if code else []
 

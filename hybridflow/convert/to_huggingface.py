@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow.architecture.adapter import is_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
+from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.adapted import open_adapted
 from hybridflow.convert.output import check_target, new_directory, write_companions
 from hybridflow.convert.processes import ALONE, Processes
@@ -36,6 +37,7 @@ from hybridflow.formats.huggingface_files import (
 from hybridflow.formats.safetensors_files import TensorInfo
 
 MAX_SHARD_BYTES = 5 * 10**9
+FLOAT32 = torch.float32
 
 
 class Reader(Protocol):
@@ -68,14 +70,14 @@ def to_huggingface(
     processes: Processes = ALONE,
     console: Console | None = None,
 ) -> None:
-    """Write `target`, with tensors in `dtype` if given.
+    """Write `target`, with tensors in `dtype` if given, but for what `in_dtype` keeps.
 
     base: of an adapter, in place of the base model that the adapter names. Collective over `processes`. Errors:
     CheckpointError, ConfigError; `target` is then as it was before.
     """
     check_target(target, source, overwrite=overwrite)
     model = _adapted(source, base, target) if is_adapter(source) else _of_megatron(source, base)
-    infos = {name: TensorInfo(info.shape, dtype or info.dtype) for name, info in model.infos.items()}
+    infos = model.infos if dtype is None else in_dtype(model, dtype)
     plan = plan_files(infos, max_shard_bytes)
     assert plan.keys() == infos.keys(), f"tensors without a file: {sorted(infos.keys() ^ plan.keys())}"
     own = own_files(plan, infos, processes)
@@ -132,6 +134,17 @@ def _adapted(source: Path, base: str | None, target: Path) -> SourceModel:
         directories=(found.spec.path, source),
         notes=found.notes,
     )
+
+
+def in_dtype(model: SourceModel, dtype: torch.dtype) -> dict[str, TensorInfo]:
+    """Tensors in `dtype`; in float32 what the trainer has so, and what the source has so beside narrower weights."""
+    wide = {name for weight in model_weights(model.spec, model.head) if weight.float32 for name in weight.hf}
+    beside = main_dtype(model.infos) != FLOAT32
+
+    def new(name: str, found: torch.dtype) -> torch.dtype:
+        return FLOAT32 if (name in wide and found != dtype) or (beside and found == FLOAT32) else dtype
+
+    return {name: TensorInfo(info.shape, new(name, info.dtype)) for name, info in model.infos.items()}
 
 
 def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processes: Processes) -> list[str]:

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from hybridflow.config.hub import first_line
+from hybridflow.data.files import opened
 from hybridflow.data.listing import COMPRESSED, JSON_LINES, files_of_split, local_files
 from hybridflow.errors import DataError
 
@@ -49,6 +50,8 @@ def make_copies(path: str, key: str) -> None:
         return
     for file in local_files(Path(path), key)[0]:
         if needs_copy(file) and file.is_file() and _read_note(_where(file)) is None:
+            with opened(file):  # refuses a pointer of git-lfs
+                pass
             _make(_where(file), key, str(file), partial(_opened_here, file))
 
 

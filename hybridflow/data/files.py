@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridflow.errors import DataError
+from hybridflow.formats.git_lfs import NOT_FETCHED, is_pointer
 
 BLOCK = 4 << 20
 MOST_DIGESTED = 1 << 30  # bytes of a file; the digest of a larger file is of the size and of some blocks
@@ -21,6 +22,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             if not file.seekable():
                 raise DataError(f"{path}: is no regular file, but rows are read again on use")
+            if is_pointer(file.read(64)):
+                raise DataError(f"{path}: {NOT_FETCHED}")
+            file.seek(0)
             yield file
     except FileNotFoundError as error:
         raise DataError(f"{path}: cannot be read: no such local file") from error

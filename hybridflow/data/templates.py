@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.fields import KWARGS, TOOLS
-from hybridflow.data.message_forms import MARK, MessageForm, called_function, message_form
+from hybridflow.data.message_forms import MARK, REASONING, MessageForm, called_function, message_form
 from hybridflow.data.message_parts import MessagePart, first_left_out
 from hybridflow.data.messages import Format, Message
 from hybridflow.data.rows import RowError, shown
@@ -47,11 +47,31 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], fields: Mapping[str, Any], where: str) -> str:
         """What a run generates from. An assistant's message at the end is to be continued. Errors: RowError."""
-        how = self.arguments(fields, where)
-        how["continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"] = True
+        how, begun = self.arguments(fields, where), messages[-1]["role"] == "assistant"
+        how["continue_final_message" if begun else "add_generation_prompt"] = True
         text = self._rendered(messages, where, how)
         self._check(text, messages, where, how)
-        return text
+        return self._with_beginning(text, messages, where, how) if begun else text
+
+    def _with_beginning(self, text: str, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> str:
+        """The text up to the end of the assistant's beginning, with the white space that a template has trimmed.
+
+        Errors: RowError where the text does not end in the beginning.
+        """
+        last = self.as_read(messages)[-1]
+        said = last["content"]
+        if not isinstance(said, str) or any(last.get(key) for key in REASONING):
+            return text
+        before, mark, _ = self._rendered([*messages[:-1], {**last, "content": MARK}], where, how).rpartition(MARK)
+        if mark and text.rstrip() == (before + said.strip()).rstrip():
+            return before + said
+        if said.strip() and text.rstrip().endswith(said.rstrip()):
+            return text.rstrip() + said[len(said.rstrip()) :]
+        raise RowError(
+            f"{where}[{len(messages) - 1}].content = {shown(said)}: the chat template renders this beginning of the "
+            f"assistant's otherwise, {shown(text[-len(said) :])}, and the model would go on from that",
+            "not rendered",
+        )
 
     def whole(
         self, messages: Sequence[Message], where: str, arguments: Mapping[str, Any], *, begins: bool = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.git_lfs import NOT_FETCHED, is_pointer
 
 Shape = tuple[int, ...]
 
@@ -30,6 +31,8 @@ def opened(file: Path) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{file}: is no file")
+        if is_pointer(os.pread(fd, 64, 0)):
+            raise CheckpointError(f"{file}: {NOT_FETCHED}")
         yield fd
     finally:
         os.close(fd)

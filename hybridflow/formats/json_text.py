@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.git_lfs import NOT_FETCHED, is_pointer
 
 
 def parse_json(text: bytes, wrong: str) -> dict[str, Any]:
     """The JSON object in a file that may hold anything; errors start with `wrong`."""
+    if is_pointer(text):
+        raise CheckpointError(f"{wrong}it {NOT_FETCHED}")
     try:
         tree = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hybridflow.architecture.adapter_weights import is_linear, modules_of
 from hybridflow.architecture.lora import ALL_LINEAR, Lora, names
-from hybridflow.architecture.peft_directory import lora_of_directory
+from hybridflow.architecture.peft_directory import check_no_score, lora_of_directory
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import layer_weights
 from hybridflow.config.lora import ALPHA, RANK, LoraConfig
@@ -27,6 +27,8 @@ def read_lora(key: str, config: LoraConfig, spec: ModelSpec, seed: int) -> Lora:
 def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> Lora:
     name = f"{key}.adapter_path"
     found = lora_of_directory(path, spec, name)
+    if key == "actor.lora":  # the other models that are trained score
+        check_no_score(path, found, name)
     for field in ("rank", "alpha", "use_rslora"):
         mine, theirs = getattr(config, field), getattr(found, field)
         if mine is not None and mine != theirs:

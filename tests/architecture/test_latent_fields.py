@@ -56,6 +56,8 @@ def test_yarn_scales_products_of_queries_and_keys() -> None:
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
         ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+        ({"rope_interleave": None}, "rope_interleave = None is not supported"),
+        ({"is_causal": False}, "is_causal = False is not supported: attention must be causal"),
         ({"mlp_layer_types": 5}, "mlp_layer_types = 5 is not supported: must be a list"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "quantised weights"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),

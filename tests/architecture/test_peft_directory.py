@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from hybridflow.architecture.lora import Lora
@@ -14,12 +15,23 @@ from hybridflow.architecture.peft_directory import (
     Adapters,
     adapter_config,
     adapter_names,
+    left_out_by_peft,
     lora_of_directory,
     write_adapter,
 )
 from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weights import model_weights
 from hybridflow.errors import CheckpointError, ConfigError
-from tests.peft_models import ATTENTION, TARGETS, change, change_tensors, save_adapter, save_as_run, write_by_hand
+from tests.peft_models import (
+    ATTENTION,
+    TARGETS,
+    change,
+    change_tensors,
+    model_of,
+    save_adapter,
+    save_as_run,
+    write_by_hand,
+)
 from tests.tiny_models import make_checkpoints
 
 KEY = "actor.lora.adapter_path"
@@ -196,3 +208,23 @@ def test_a_checkpoint_of_a_run_is_such_a_directory(family: str, tmp_path: Path) 
     layer = "model.decoder.layers" if family == "opt" else "model.layers"
     beside = Adapters(other).read(f"{layer}.0.self_attn.k_proj.lora_A.weight", (4, 64))
     assert not beside.any()
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [*dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "glm4_moe"), 6).items(), ("qwen3_5_moe", 0), ("qwen3", 0)],
+)
+def test_what_peft_leaves_out_is_told(family: str, left_out: int, tmp_path: Path) -> None:
+    """The first layer's MLP and the shared expert of a mixture, whose names PEFT takes for the routed experts'."""
+    base = make_checkpoints(tmp_path, family=family, tied=False) / "policy"
+    spec = replace(read_spec(base), lora=Lora(2, 4.0))
+    shapes = {n: s for w in model_weights(spec, "lm") if w.adapter for n, s in zip(w.hf, w.shapes(spec), strict=True)}
+    tensors = {name: torch.full(shapes[name], 7.0) for name in adapter_names(spec, "lm")}
+    write_adapter(tmp_path / "adapter", tensors, spec, "lm")
+    model = PeftModel.from_pretrained(model_of(base), tmp_path / "adapter")
+    read = [name for name, x in model.named_parameters() if "lora_A" in name and bool((x == 7).all())]
+    modules = [name for name in tensors if name.endswith("lora_A.weight")]
+    assert len(modules) - len(read) == left_out
+    told, first = left_out_by_peft(spec, "lm"), "model.layers.0.mlp.gate_proj"
+    assert (told is None) == (not left_out)
+    assert told is None or f"{left_out} of the {len(modules)} adapters, such as that of {first}:" in told

@@ -164,21 +164,24 @@ def test_json_that_is_no_object(tmp_path: Path) -> None:
     assert refusal(tmp_path) == "is not JSON: it holds list, not an object"
 
 
+OTHERWISE = "it computes otherwise than those of like names, and does not become one by the name; "
+
+
 @pytest.mark.parametrize(
-    ("architectures", "named", "nearest"),
+    ("architectures", "named", "hint"),
     [
-        (["MistralLarge3ForCausalLM"], "MistralLarge3ForCausalLM", "MistralForCausalLM"),
-        (["GPT2LMHeadModel"], "GPT2LMHeadModel", None),
-        (None, "none", None),
-        ([], "none", None),
-        ("LlamaForCausalLM", "none", None),
+        (["MistralForCasualLM"], "MistralForCasualLM", "misspelt? the nearest known one is MistralForCausalLM; "),
+        (["LLaMAForCausalLM"], "LLaMAForCausalLM", "misspelt? the nearest known one is LlamaForCausalLM; "),
+        *[([name], name, OTHERWISE) for name in ("MistralLarge3ForCausalLM", "Qwen3NextForCausalLM")],
+        *[([name], name, OTHERWISE) for name in ("Qwen2MoeForCausalLM", "Glm4vMoeForCausalLM", "OLlamaForCausalLM")],
+        (["GPT2LMHeadModel"], "GPT2LMHeadModel", ""),
+        (None, "none", ""),
+        ([], "none", ""),
+        ("LlamaForCausalLM", "none", ""),
     ],
 )
-def test_an_unknown_architecture_lists_the_known(
-    architectures: Any, named: str, nearest: str | None, tmp_path: Path
-) -> None:
+def test_an_unknown_architecture_lists_the_known(architectures: Any, named: str, hint: str, tmp_path: Path) -> None:
     message = refusal(written(tmp_path, architectures=architectures))
-    hint = f"the nearest known one is {nearest}; " if nearest else ""
     assert message == f"architectures = '{named}' is not supported; {hint}known are {', '.join(ARCHITECTURES)}"
     assert list(ARCHITECTURES)[:3] == ["LlamaForCausalLM", "LlamaForSequenceClassification", "MistralForCausalLM"]
 
@@ -388,7 +391,8 @@ def test_check_length() -> None:
 def test_the_model_type_must_be_that_of_the_architecture(kind: dict[str, Any], named: str, tmp_path: Path) -> None:
     """transformers and vLLM choose their classes by it; without it they know of no model."""
     message = refusal(written(tmp_path, **kind))
-    assert message == like(f"model_type = {named} is not supported: must be 'llama' for this architecture")
+    rule = "must be 'llama' for this architecture; each word names other mathematics: correct the wrong one"
+    assert message == like(f"model_type = {named} is not supported: {rule}")
 
 
 def test_two_ropes_that_differ(tmp_path: Path) -> None:

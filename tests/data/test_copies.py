@@ -88,11 +88,19 @@ def test_directories_and_patterns_have_compressed_files_too(tmp_path: Path) -> N
     [
         ("a.jsonl.gz", gzip.compress(lines(*range(999)))[:-30], "Compressed file ended before the end-of-stream"),
         ("a.jsonl.gz", b"no gzip", "Not a gzipped file"),
+        ("a.jsonl.gz", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs"),
         ("a.jsonl.zst", zstd(lines(*range(999)))[:-30], "Truncated compressed stream"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), "of compressed files those of JSON lines are read"),
         ("a.zip", b"PK", "is compressed as zip, which is not read; expand the file, or compress it as .gz or .zst"),
     ],
-    ids=["cut gzip", "no gzip", "cut zstd", "compressed Parquet", "zip"],  # bytes of gzip have the time in them
+    ids=[
+        "cut gzip",
+        "no gzip",
+        "a pointer",
+        "cut zstd",
+        "compressed Parquet",
+        "zip",
+    ],  # bytes of gzip have the time in them
 )
 def test_a_file_that_cannot_be_expanded_is_named(name: str, content: bytes, why: str, tmp_path: Path, cache) -> None:
     (tmp_path / name).write_bytes(content)

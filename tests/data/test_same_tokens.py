@@ -1,14 +1,16 @@
 """A model that reads the actor's token ids has to mean the same by them."""
 
+import json
 import re
 import shutil
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.same_tokens import check_same_tokens, check_tokenizers
-from hybridflow.data.tokenizers import load_tokenizer, unlike_its_file
+from hybridflow.data.tokenizers import keep_tokenizer_class, load_tokenizer, unlike_its_file
 from hybridflow.errors import CheckpointError, ConfigError
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.tiny_models import make_tokenizer
@@ -113,3 +115,106 @@ def test_a_class_that_makes_no_tokens_is_refused(tmp_path):
     path = qwen_directory(tmp_path / "q", WordLevel({"<unk>": 0, "Solve": 1}, unk_token="<unk>"))
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}/tokenizer.json: .* makes no tokens of text"):
         unlike_its_file(path, load_tokenizer(path))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3554214752\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer.json": POINTER}, "{}/tokenizer.json: is a pointer of git-lfs"),
+        ({"tokenizer.json": '{"model": {"ty'}, "{}/tokenizer.json: is not JSON: Unterminated string"),
+        ({"tokenizer_config.json": "<!doctype html>"}, "{}/tokenizer_config.json: is not JSON: "),
+        ({"tokenizer.json": None, "tekken.json": "{}"}, "{}/tekken.json: is the directory's only vocabulary"),
+        (
+            {
+                **{"tokenizer.json": None, "tiktoken.model": "AA== 0", "tokenization_own.py": "raise SystemExit"},
+                "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}',
+            },
+            "{}: its tokenizer is code of the directory (tokenizer_config.json: auto_map = ['tokenization_own.Own', ",
+        ),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_named(files: dict[str, str | None], said: str, tmp_path: Path) -> None:
+    path = directory(tmp_path / "q")
+    for name, text in files.items():
+        (path / name).unlink(missing_ok=True)
+        if text is not None:
+            (path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(said.format(path))}"):
+        load_tokenizer(path)
+
+
+def test_truncation_and_padding_of_the_file_are_no_ones(tmp_path: Path) -> None:
+    """transformers leaves both to each call, whatever tokenizer.json says."""
+    path = directory(tmp_path / "q")
+    tree, expected = json.loads((path / "tokenizer.json").read_text()), load_tokenizer(path)("12+3=" * 9)["input_ids"]
+    cut = {"direction": "Right", "max_length": 6, "strategy": "OnlySecond", "stride": 0}
+    filled = {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 3}
+    filled |= {"pad_type_id": 0, "pad_token": "<pad>"}
+    (path / "tokenizer.json").write_text(json.dumps(tree | {"truncation": cut, "padding": filled}))
+    tokenizer = load_tokenizer(path)
+    assert unlike_its_file(path, tokenizer) is None and tokenizer("12+3=" * 9)["input_ids"] == expected
+
+
+def test_tokenizer_json_is_read_beside_tekken_json(tmp_path: Path) -> None:
+    """transformers would take the latter, for a class without chat templates."""
+    path = directory(tmp_path / "mistral")
+    (path / "config.json").write_text('{"model_type": "mistral"}')
+    (path / "tekken.json").write_text("{}")
+    assert load_tokenizer(path)("1+2=")["input_ids"] == make_tokenizer()("1+2=")["input_ids"]
+
+
+def test_kimi_with_yarn_as_published(tmp_path: Path) -> None:
+    """transformers knows the model type under another name alone."""
+    path = directory(tmp_path / "kimi")
+    yarn = {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+    }
+    described = {"model_type": "kimi_k2", "max_position_embeddings": 131072, "rope_theta": 5e4, "rope_scaling": yarn}
+    (path / "config.json").write_text(json.dumps(described))
+    assert load_tokenizer(path)("1+2=")["input_ids"] == make_tokenizer()("1+2=")["input_ids"]
+
+
+def test_a_tiktoken_file_is_read_anew_behind_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken keeps a copy of what it has read, by the path as it is given."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "kept"))
+    found = []
+    for number, pair in enumerate((b"ab", b"bc")):
+        (tmp_path / str(number) / "q").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / str(number))
+        tokens = [*(bytes([i]) for i in range(256)), pair]
+        lines = "".join(f"{b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+        Path("q/tokenizer.model").write_text(lines)
+        Path("q/config.json").write_text('{"model_type": "llama"}')
+        found.append(load_tokenizer(Path("q"))("abc", add_special_tokens=False)["input_ids"])
+    assert found == [[256, 99], [97, 256]]
+
+
+def test_the_class_of_a_wrappers_tokenizer_stays_without_the_wrapper(tmp_path: Path) -> None:
+    """transformers reads a published Qwen3.5 by its own class, and by the named one once model_type is another."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    text, tokens = "\u0928\u093f", sorted(ByteLevel.alphabet())  # a letter and a mark: one word, or two
+    found = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    merges = [tuple(found[:2]), (found[:2], found[2]), (found[:2], found[5]), (found[:3], found[3:])]
+    tokens += ["".join(merge) for merge in merges]
+    source, target = tmp_path / "source", tmp_path / "target"
+    for path, kind in ((source, "qwen3_5"), (target, "qwen3_5_text")):
+        path.mkdir()
+        Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges)).save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "!"}')
+        (path / "config.json").write_text(json.dumps({"model_type": kind}))
+    expected = load_tokenizer(source)(text)["input_ids"]
+    assert expected == [len(tokens) - 1] != load_tokenizer(target)(text)["input_ids"]
+    keep_tokenizer_class(source, target)
+    assert load_tokenizer(target)(text)["input_ids"] == expected
+    said = json.loads((target / "tokenizer_config.json").read_text())
+    assert said == {"tokenizer_class": "Qwen3_5Tokenizer", "eos_token": "!"}

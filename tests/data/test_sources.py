@@ -78,6 +78,13 @@ def test_the_digest_is_of_the_contents_in_their_order(tmp_path) -> None:
     assert len({digest(one), digest(one, other), digest(one, one)}) == 3
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow"])
+def test_a_pointer_of_git_lfs_is_called_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3554214752\n")
+    with pytest.raises(DataError, match=f"{name}: is a pointer of git-lfs"):
+        open_files(str(tmp_path / name), "data.train")
+
+
 def test_what_holds_nothing_is_refused(tmp_path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -58,7 +58,14 @@ def test_arguments_of_the_config_and_of_the_row() -> None:
 
 
 def test_an_assistants_message_at_the_end_is_continued() -> None:
-    assert prompt(CHATML, [USER, message("assistant", "Let me see: ")]).endswith("assistant\nLet me see: ")
+    for template in (CHATML, CHATML.replace("message.content", "message.content | trim")):
+        for said in ("Let me see: ", "```python\n", " hello", "\nhello", "\n\nhello\n", "\n"):
+            assert prompt(template, [USER, message("assistant", said)]).endswith("|im_start|>assistant\n" + said)
+    thinking = "{% if '</think>' in message.content %}(thinks) {% endif %}{{ message.content | trim }}"
+    thinking, thought = CHATML.replace("{{ message.content }}", thinking), "<think>hm</think>two"
+    assert prompt(thinking, [USER, message("assistant", thought + " ")]).endswith("(thinks) " + thought + " ")
+    with pytest.raises(RowError, match=r"\[1\]\.content = '\\n<think>.* renders this beginning .* otherwise, "):
+        prompt(thinking, [USER, message("assistant", "\n" + thought)])
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])

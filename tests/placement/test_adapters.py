@@ -1,5 +1,6 @@
 """What a role's section `lora` comes to for a model: names, conflicts, and a directory of PEFT."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,15 @@ def test_a_section_that_is_none(given: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match="validation error") as caught:
         LoraConfig.model_validate(given)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("saved", [{"modules_to_save": ["score"]}, {}])
+def test_adapters_of_a_classifier_are_none_of_an_actor(saved: dict[str, list[str]], root: Path, tmp_path: Path) -> None:
+    save_adapter(model(root, "qwen3"), tmp_path / "peft", ("q_proj",), head="score", **saved)
+    given = LoraConfig(adapter_path=str(tmp_path / "peft"))
+    said = (
+        f"{KEY}.adapter_path = {tmp_path / 'peft'}: adapter_config.json has task_type = 'SEQ_CLS' and modules_to_save ="
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        read_lora(KEY, given, read_spec(model(root, "qwen3")), 5)
+    assert read_lora("critic.lora", given, read_spec(model(root, "qwen3")), 5).targets == ("self_attn.q_proj",)

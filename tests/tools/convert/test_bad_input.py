@@ -55,6 +55,12 @@ def test_a_truncated_file(source: Path) -> None:
     assert_names(source, file, "damaged or cut short")
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", INDEX, "config.json"])
+def test_a_pointer_of_git_lfs_in_the_place_of_a_file(file: str, source: Path) -> None:
+    (source / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3554214752\n")
+    assert_names(source, source / file, "is a pointer of git-lfs", "git lfs pull")
+
+
 def test_a_header_that_lies_about_its_size(source: Path) -> None:
     file = source / "model.safetensors"
     file.write_bytes((1 << 40).to_bytes(8, "little") + file.read_bytes()[8:])

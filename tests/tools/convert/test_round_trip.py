@@ -118,6 +118,32 @@ def test_dtype_casts_every_tensor(dtype: torch.dtype, source: Path, tmp_path: Pa
     assert model.dtype == dtype
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["of float32", "float32 beside bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "kept", "beside"),
+    [
+        ("deepseek_v3", ("mlp.gate.e_score_correction_bias",), ()),
+        ("glm4_moe", ("mlp.gate.e_score_correction_bias", "mlp.gate.weight"), ()),
+        ("qwen3_5", ("A_log",), ("linear_attn.dt_bias", "linear_attn.norm.weight")),
+    ],
+)
+def test_what_chooses_and_decays_stays_in_float32(
+    family: str, kept: tuple[str, ...], beside: tuple[str, ...], mixed: bool, models: Models, tmp_path: Path
+) -> None:
+    """beside: in float32 where the source has it so beside weights in bfloat16."""
+    source = models.copy(tmp_path / "source", family)
+    wide = kept + beside if mixed else kept
+    if mixed:
+        rewrite(source, {name: x if name.endswith(wide) else x.bfloat16() for name, x in tensors_of(source).items()})
+    to_megatron(source, tmp_path / "megatron")
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", dtype=torch.bfloat16)
+    found = tensors_of(tmp_path / "back")
+    assert {name for name, x in found.items() if x.dtype == torch.float32} == {n for n in found if n.endswith(wide)}
+    for name, x in tensors_of(source).items():
+        assert torch.equal(found[name], x if name.endswith(wide) else x.bfloat16()), name
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_mixed_dtypes_are_kept(models: Models, tmp_path: Path) -> None:
     """As in checkpoints of experts whose router stays in float32."""
     source = models.copy(tmp_path / "source", "mixtral")
