@@ -157,6 +157,8 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         fetch_models(tree, weights=True)
     _search(options)
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
+    if not (options.replay or options.rollout_only or options.evaluate):
+        config.check_own_directory()
     from hybridflow.parallel import torchrun
 
     torchrun.forget_world_of_one()

@@ -22,7 +22,7 @@ from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explanation
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.rewards import EvalRewardKey
-from hybridflow.config.roles import RoleConfig
+from hybridflow.config.roles import RoleConfig, TrainedRoleConfig
 from hybridflow.config.section import PathText, Section
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
@@ -294,6 +294,20 @@ class RunConfig(Section):
         last = max(self.metrics.profile.ranks) if self.metrics.profile is not None else 0
         if last >= world_size:
             raise ConfigError(f"metrics.profile.ranks has {last}: the run has the ranks 0 to {world_size - 1}")
+
+    def check_own_directory(self) -> None:
+        """Errors: ConfigError for a model in the run's own directory, which a start moves away and the end replaces."""
+        named = {f"{name}.model": role.model for name, role in self.roles().items()}
+        for name, role in self.roles().items():
+            if isinstance(role, TrainedRoleConfig) and role.lora is not None and role.lora.adapter_path is not None:
+                named[f"{name}.lora.adapter_path"] = role.lora.adapter_path
+        own = self.run_dir.resolve()
+        within = [f"{key} = {path}" for key, path in named.items() if Path(path).resolve().is_relative_to(own)]
+        if within:
+            raise ConfigError(
+                f"{', '.join(within)}: lies in the directory of this run, {self.run_dir}, which a new start moves away "
+                f"and the end of the run replaces. Give the run another name, such as name={self.name}_2"
+            )
 
     def vendor_lines(self) -> list[str]:
         """What the run hands on to megatron-core, and to vLLM where there is an engine; a line a key."""
