@@ -68,3 +68,14 @@ def _outside(text: str, opening: str, closing: str, call: str, *, begun: bool) -
     if unclosed > text.rfind(closing) and not 0 <= place < unclosed:
         patterns.append(rf"{first}.*\Z")
     return re.compile("|".join(patterns), re.DOTALL)
+
+
+def behind_thoughts(text: str) -> str | None:
+    """What a model says once it has thought; the prompt may have begun the thought. None: a thought does not end."""
+    for opening, closing in TAGS:
+        start = text.rfind(opening)
+        end = text.rfind(closing) if start >= 0 or "think" in closing.lower() else -1
+        if start > end:
+            return None
+        text = text[end + len(closing) :] if end >= 0 else text
+    return text
