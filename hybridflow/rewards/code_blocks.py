@@ -20,7 +20,7 @@ BEGUN = re.compile(r"(?:`{3,}|~{3,})[ \t]*(?:python|py)[0-9]*[ \t]*\n\s*\Z", re.
 
 
 @dataclass
-class Block:
+class FencedBlock:
     """fence: that it begins with. margin: of that line. closed: it has an end."""
 
     fence: str
@@ -49,9 +49,9 @@ def program_in(response: str, prompt: str = "") -> str:
     return next((block.text for block in reversed(found) if block.may_be_python), said or "")
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[FencedBlock]:
     """In their order."""
-    found = list[Block]()
+    found = list[FencedBlock]()
     for line in text.splitlines(keepends=True):
         block = found[-1] if found and not found[-1].closed else None
         fence = FENCE.fullmatch(line.rstrip())
@@ -69,10 +69,10 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def _block(fence: re.Match[str]) -> Block:
+def _block(fence: re.Match[str]) -> FencedBlock:
     language = LANGUAGE.match(fence["info"])
     assert language is not None, "it matches no characters too"
-    return Block(fence["fence"], len(fence["before"]), language[1])
+    return FencedBlock(fence["fence"], len(fence["before"]), language[1])
 
 
 def _begins(fence: re.Match[str]) -> bool:
@@ -82,7 +82,7 @@ def _begins(fence: re.Match[str]) -> bool:
     )
 
 
-def _ends(fence: re.Match[str], block: Block) -> bool:
+def _ends(fence: re.Match[str], block: FencedBlock) -> bool:
     """Not deep within the text of a program; behind the last statement with nothing behind the fence."""
     if fence["before"].strip():
         return fence["fence"] == block.fence and fence["fence"][0] == "`" and not fence["info"]

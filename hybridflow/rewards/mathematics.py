@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.rewards.expected import alternatives, plain
 from hybridflow.rewards.numeric import said_at_last, taken_back
 
+DIGIT = re.compile("[0-9]")
 BRACE = re.compile(r"\\boxed\{|[{}]")
 # between boxes that are one answer: \boxed{1}, y = \boxed{2}; behind other words a box replaces the earlier ones
 BESIDE = re.compile(r"(?:[\s,;$&=\\()\[\]]|and\b|or\b|[A-Za-z](?![A-Za-z]))*")
@@ -40,6 +41,12 @@ def formulas(value: Any, column: str) -> list[tuple[Any, ...]]:
     if not found:
         raise ValueError(f"column {column!r}: {value!r} is no formula that math-verify can read")
     return found
+
+
+def check_formula(value: Any, column: str) -> None:
+    """Errors: as `formulas`. What has a digit is one: math-verify takes milliseconds a formula."""
+    if not any(DIGIT.search(plain(one)) for one in alternatives(value, column) if not isinstance(one, bool)):
+        formulas(value, column)
 
 
 @functools.lru_cache(1 << 12)

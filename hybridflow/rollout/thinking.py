@@ -74,7 +74,8 @@ def behind_thoughts(text: str) -> str | None:
     """What a model says once it has thought; the prompt may have begun the thought. None: a thought does not end."""
     for opening, closing in TAGS:
         start = text.rfind(opening)
-        end = text.rfind(closing) if start >= 0 or "think" in closing.lower() else -1
+        names_thought = "think" in closing.lower() or "thought" in closing
+        end = text.rfind(closing) if start >= 0 or names_thought else -1
         if start > end:
             return None
         text = text[end + len(closing) :] if end >= 0 else text
