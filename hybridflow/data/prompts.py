@@ -182,7 +182,10 @@ def load_prompts(
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
     """
     chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
-    encoder = _Encoder(tokenizer, prompt_key, chats, max_length, vocab_size, dict(columns or {}), first_messages, check)
+    named = dict(columns or {})
+    encoder = _Encoder(
+        tokenizer, prompt_key, chats, max_length, vocab_size, columns=named, first_messages=first_messages, check=check
+    )
     if chats is not None:
         chats.check_options()
     files = open_files(path, key)

@@ -206,7 +206,7 @@ class _Asserting(ast.NodeTransformer):
         """One of __future__ stands first in a file, or nowhere."""
         return ast.Pass() if node.module == "__future__" else node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: Function) -> ast.AST:
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1

@@ -72,6 +72,7 @@ def _outside(text: str, opening: str, closing: str, call: str, *, begun: bool) -
 
 def behind_thoughts(text: str) -> str | None:
     """What a model says once it has thought; the prompt may have begun the thought. None: a thought does not end."""
+    # <|end|> and the like also end what is no thought
     for opening, closing in TAGS:
         start = text.rfind(opening)
         names_thought = "think" in closing.lower() or "thought" in closing
