@@ -5,8 +5,9 @@
     verdict('{"score": 6, "reason": "2 errors"}', 0, 10)        6.0
     verdict("Step 2 is wrong", 0, 10)                           ValueError
 
-In this order: the score of a JSON object; the number behind the last `score:` or `I give it`; the only number; the one
-that is a line by itself; the one that the text ends in. What is counted, and the ends of the scale, are no scores.
+In this order: the score of a JSON object; the number that is the last line; the one behind the last `score:` or `I give
+it`, unless the text ends in another; the only number; the only one that is a line; the one that the text ends in. What
+is counted, and the ends of the scale, are no scores.
 """
 
 import json
@@ -39,6 +40,7 @@ LABEL = re.compile(
     r"(?=[-+.0-9])",
     re.IGNORECASE,
 )
+OTHER_NAME = re.compile(r"[A-Za-z][ \t]*[:=][ \t]*\Z")  # Confidence: 90
 FINAL = re.compile(r"final|overall|total|verdict", re.IGNORECASE)
 NEAR = 20  # characters before a label
 
@@ -67,25 +69,30 @@ def _checked(score: float, top: float | None, lowest: float, highest: float) -> 
 def _of_words(text: str) -> tuple[float, float | None]:
     """A number, and what it is out of."""
     plain = DECIMAL_COMMA.sub(r"\1.", MARKS.sub("", text.replace("\u2212", "-")))
-    labels = list(LABEL.finditer(plain))
-    finals = [one for one in labels if FINAL.search(plain, max(0, one.start() - NEAR), one.end())]
-    for label in reversed(finals or labels):
-        found = VALUE.match(plain, label.end())
-        if found is not None and not NO_SCORE.match(plain, label.end()):
-            return _pair(found)
+    labelled = [
+        (found, bool(FINAL.search(plain, max(0, label.start() - NEAR), label.end())))
+        for label in LABEL.finditer(plain)
+        if (found := VALUE.match(plain, label.end())) and not NO_SCORE.match(plain, label.end())
+    ]
+    named = [found for found, is_final in labelled if is_final] or [found for found, _ in labelled]
     plain = NO_SCORE.sub(" ", plain)
     outside = IN_BRACKETS.sub(" ", plain)
-    plain = outside if VALUE.search(outside) else plain
+    plain = (outside if VALUE.search(outside) else plain).rstrip(" \t\n.!;:)")
     values = list(VALUE.finditer(plain))
-    if not values:
+    if not values and not named:
         raise ValueError("the judge gives no number")
-    alone = [found for line in plain.splitlines() if (found := VALUE.fullmatch(line.strip(" \t.!,;:()#")))]
-    for some in (values, alone):
-        if len(set(map(_pair, some))) == 1:
+    alone = [VALUE.fullmatch(line.strip(" \t.!,;:()#")) for line in plain.splitlines()]
+    there = [found for found in alone if found is not None]
+    at_end = [values[-1]] if values and values[-1].end() == len(plain) else []
+    if alone and alone[-1] is not None:
+        return _pair(alone[-1])
+    rivals = [found for found in at_end if not OTHER_NAME.search(plain, 0, found.start())]
+    if named and not {*map(_pair, rivals)} - {_pair(found) for found, _ in labelled}:
+        return _pair(named[-1])
+    for some in () if named else (values, there, at_end):
+        if len({*map(_pair, some)}) == 1:
             return _pair(some[0])
-    if plain[values[-1].end() :].strip(" \t\n.!;:)"):
-        raise ValueError("the judge gives several numbers, of which none is the score by its place")
-    return _pair(values[-1])
+    raise ValueError("the judge gives several numbers, of which none is the score by its place")
 
 
 def _pair(found: re.Match[str]) -> tuple[float, float | None]:
