@@ -18,7 +18,7 @@ from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.errors import DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
 from hybridflow.placement.placed import check_output_dir, place_either
-from hybridflow.rewards.specs import check_columns, pool_specs
+from hybridflow.rewards.specs import check_columns, check_row, pool_specs
 from hybridflow.user_code import load_function
 
 NUM_ROWS = 16  # whose columns are looked at
@@ -91,13 +91,13 @@ def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
         return
     rows = open_files(files, key)
     first = rows.rows_at(range(min(len(rows), NUM_ROWS)))
-    found = [attempt(lambda row: _check_columns(row, config), row) for row in first]
+    found = [attempt(lambda row: _check_columns(row, key, config), row) for row in first]
     wrong = [error for error in found if isinstance(error, RowError)]
     if wrong and (config.data.bad_rows == "error" or len(wrong) == len(first)):
         raise DataError(str(wrong[0]))
 
 
-def _check_columns(row: Row, config: AnyConfig) -> None:
+def _check_columns(row: Row, key: str, config: AnyConfig) -> None:
     if row.problem is not None:
         raise row.problem
     fields = rename_fields(row, config.data.columns).fields
@@ -112,8 +112,11 @@ def _check_columns(row: Row, config: AnyConfig) -> None:
         if config.data.prompt_key in fields or (environment is not None and environment.begins_rows):
             try:
                 check_columns(config, [name for name in fields if name != config.data.prompt_key], row.where)
+                check_row(config, key, fields)
             except RewardError as error:
                 raise RowError(str(error), "no column") from error
+            except ValueError as error:
+                raise RowError(f"{row.where}: {error}", "nothing to score by") from error
             return
         wanted, hint = f"key {config.data.prompt_key!r} (data.prompt_key)", ""
     raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")

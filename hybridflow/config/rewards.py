@@ -67,7 +67,7 @@ class RemoteRewardConfig(Section):
     """A reward model behind HTTP, one request a response.
 
     json: POST of {"prompt": ..., "response": ..., "columns": {...}}, whose answer is a number or {"score": number}.
-    openai: a judge behind POST URL/chat/completions, the last number of whose answer, in [lowest, highest], counts.
+    openai: a judge behind POST URL/chat/completions, the score in whose answer, in [lowest, highest], counts.
     """
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")]

@@ -1,9 +1,11 @@
 """Everything a run reads besides weights: tokenizer, prompts, held-out prompts and reward functions."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +24,7 @@ from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import prompt_summary
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import FunctionSpec
-from hybridflow.rewards.specs import pool_specs
+from hybridflow.rewards.specs import check_row, pool_specs
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,15 @@ def load_inputs(
     scoring = config.reward or ScoringConfig()
     environment = environment_inputs(data, scoring, tokenizer, ends, num_ranks=num_ranks, group=group)
     prompts = {
-        key: _prompts(key, files, tokenizer, data, vocab_size=vocab_size, environment=environment)
+        key: _prompts(
+            key,
+            files,
+            tokenizer,
+            data,
+            vocab_size=vocab_size,
+            environment=environment,
+            check=partial(check_row, config, key),
+        )
         for key, files in data.files_by_key.items()
     }
     return Inputs(
@@ -104,11 +114,18 @@ def load_inputs(
 
 
 def train_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: EndTokens
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    ends: EndTokens,
+    *,
+    check: Callable[[Mapping[str, Any]], None] = lambda columns: None,
 ) -> PromptDataset:
-    """Those of data.train. Errors: DataError."""
+    """Those of data.train. check: see `load_prompts`. Errors: DataError."""
     environment = environment_inputs(data, ScoringConfig(), tokenizer, ends, num_ranks=1)
-    return _prompts("data.train", data.train, tokenizer, data, vocab_size=vocab_size, environment=environment)
+    return _prompts(
+        "data.train", data.train, tokenizer, data, vocab_size=vocab_size, environment=environment, check=check
+    )
 
 
 def _prompts(
@@ -119,6 +136,7 @@ def _prompts(
     *,
     vocab_size: int,
     environment: EnvironmentInputs | AgentInputs | None,
+    check: Callable[[Mapping[str, Any]], None],
 ) -> PromptDataset:
     return load_prompts(
         files,
@@ -133,6 +151,7 @@ def _prompts(
         template=TemplateOptions(data.chat_template_kwargs, data.message_format),
         checked_bytes=_checked_bytes(key, data),
         key=key,
+        check=check,
         **({} if environment is None else environment.hooks(key)),
     )
 

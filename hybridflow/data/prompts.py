@@ -158,6 +158,7 @@ def load_prompts(
     first_messages: FirstMessages | None = None,
     start_ahead: Callable[[Sequence[Row]], None] | None = None,
     agrees: Callable[[bytes], None] = lambda digest: None,
+    check: Callable[[Mapping[str, Any]], None] = lambda columns: None,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
@@ -175,13 +176,15 @@ def load_prompts(
         first_messages: of an environment, which begins the conversation of a row; then all of a row are columns.
         start_ahead: of that environment, which may begin the rows of the next draw already.
         agrees: is given the digest of the files before rows are looked at, and may raise.
+        check: raises a ValueError where the columns of a row cannot be scored.
 
     Raises:
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
     """
     chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
+    named = dict(columns or {})
     encoder = _Encoder(
-        tokenizer, prompt_key, chats, max_length, vocab_size, columns=dict(columns or {}), first_messages=first_messages
+        tokenizer, prompt_key, chats, max_length, vocab_size, columns=named, first_messages=first_messages, check=check
     )
     if chats is not None:
         chats.check_options()
@@ -189,9 +192,8 @@ def load_prompts(
     agrees(files.digest)
     rows = UsableRows(files, encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
-        raise DataError(
-            f"{path if isinstance(path, str | Path) else key}: no prompt is left: {_why_none(rows.dropped, max_length)}"
-        )
+        where = path if isinstance(path, str | Path) else key
+        raise DataError(f"{where}: no prompt is left: {_why_none(rows.dropped, max_length)}")
     if encoder.first is None:  # nobody has looked at a row yet
         rows.draw(PromptOrder(len(rows), 0, False), 1)
     assert encoder.first is not None, "a row that can be used has columns"
@@ -218,6 +220,7 @@ class _Encoder:
     vocab_size: int
     columns: Mapping[str, str]
     first_messages: FirstMessages | None
+    check: Callable[[Mapping[str, Any]], None]
     first: PromptText | None = field(default=None)  # whose columns all others have to have
 
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
@@ -259,8 +262,7 @@ class _Encoder:
         else:
             rendered = self._rendered(row, begun, begun.messages)
             text = PromptText(row.where, rendered, None, dict(row.fields), begun.messages)
-        self.first = self.first or text
-        check_same_columns(self.first, text)
+        self._check_columns(text)
         return text
 
     def _rendered(self, row: Row, begun: Begun, messages: list[Message]) -> str:
@@ -275,11 +277,18 @@ class _Encoder:
 
     def _text(self, row: Row) -> PromptText:
         text = prompt_text(rename_fields(row, self.columns), self.prompt_key, self.template)
-        self.first = self.first or text
-        check_same_columns(self.first, text)
+        self._check_columns(text)
         if text.token_ids is not None:
             check_token_ids(text.token_ids, f"{row.where}: {self.prompt_key}", self.vocab_size)
         return text
+
+    def _check_columns(self, text: PromptText) -> None:
+        self.first = self.first or text
+        check_same_columns(self.first, text)
+        try:
+            self.check(text.columns)
+        except ValueError as error:
+            raise RowError(f"{text.where}: {error}", "nothing to score by") from error
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         """Of each text. A rendered conversation has special tokens already; a plain prompt gets them, but no end

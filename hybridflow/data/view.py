@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
-from hybridflow.rewards.specs import check_columns
+from hybridflow.rewards.specs import check_columns, check_row
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread
@@ -68,7 +69,8 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
-        prompts = train_prompts(config.data, tokenizer, vocab_size, ends)
+        check = partial(check_row, config, "data.train")
+        prompts = train_prompts(config.data, tokenizer, vocab_size, ends, check=check)
         check_columns(config, prompts.column_names, "data.train")
         yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)

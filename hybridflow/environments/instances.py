@@ -10,6 +10,9 @@ numbers of `random` and numpy begin anew with each call: those of `start` by the
 have to begin alike; later ones by the seed, which a group shares, and the number of the call.
 """
 
+import asyncio
+import functools
+import inspect
 import json
 import random
 import sys
@@ -84,8 +87,9 @@ class Instances:
             return f"error: there is no tool {call['name']!r}; the tools are {known}", True
         if not isinstance(call["arguments"], dict):
             return f"error: the arguments of {call['name']} are no JSON object", True
+        method = getattr(environment, call["name"])
         try:
-            result = getattr(environment, call["name"])(**call["arguments"])
+            result = _awaited(method, method(**call["arguments"]))
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), False
         except USERS as error:  # the model reads what the arguments have done
             return f"error: {type(error).__name__}: {error}", True
@@ -102,9 +106,35 @@ def _id_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _called(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return function(*args, **kwargs)
+        return _awaited(function, function(*args, **kwargs))
     except USERS as error:  # the boundary to a user's code
         raise RewardError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _awaited(method: Any, given: Any) -> Any:
+    """The result itself, where a decorator gives something to wait for.
+
+    Errors: TypeError for an `async def` that the decorator shows; `classes` refuses those without one.
+    """
+
+    async def result() -> Any:
+        return await given
+
+    if not inspect.isawaitable(given):
+        return given
+    shown = inspect.unwrap(method)
+    if inspect.iscoroutine(given) and inspect.iscoroutinefunction(shown):
+        given.close()
+        raise TypeError(
+            f"{shown.__name__} is an `async def` behind a decorator; methods of environments are plain ones"
+        )
+    return _runner().run(result())
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """Of this process: what a class has opened in one call is there in the next."""
+    return asyncio.Runner()
 
 
 def _seed(seed: str) -> None:

@@ -1,9 +1,10 @@
 """`hybridflow.rewards:passes_tests`: whether the Python program in a response passes the row's tests.
 
-The program is the last block between ``` of the response, or all of it. Tests are Python statements that run after it
-(a text, or a list of such), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print; either also
-as a JSON text (`rewards/code_tests.py`). Each test runs in a separate process (`rewards/code_runner.py`) with limits
-on CPU seconds, memory and files.
+The program is the last fenced block of Python of what the response says after its thoughts, or all of that
+(`rewards/code_blocks.py`). Tests are Python statements that run after it (a text, or a list of such;
+`rewards/python_tests.py`), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print; either also
+as a JSON text (`rewards/code_tests.py`). Each test runs in a separate process (`rewards/code_runner.py`) with limits on
+CPU seconds, memory and files.
 
 These are limits, not a jail: a program can read and delete what the user can. Where Linux lets the user make namespaces
 it has no network and sees no other processes; where not, that is said once, and `network: refuse` makes it an
@@ -20,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridflow.rewards.code_blocks import program_in
 from hybridflow.rewards.code_tests import Case, cases
 
 RUNNER = Path(__file__).with_name("code_runner.py")
-BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+NUMBER = re.compile(r"(?<!\S)[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?(?!\S)")
+MOST_DIGITS = 1000  # Python refuses to read numbers of more than 4300
 WALL_FACTOR, WALL_SECONDS = 3.0, 5.0  # of the clock on the wall, for a program that sleeps: a machine may be busy
 MOST_OUTPUT = 1 << 20  # bytes that are read of what a program prints
 NO_NAMESPACES = 97  # exit status of the runner; see there
@@ -38,6 +42,7 @@ def passes_tests(
     columns: dict[str, list[Any]],
     *,
     tests: str = "tests",
+    entry_point: str = "entry_point",
     cpu_seconds: int = 10,
     memory_mib: int = 1024,
     file_mib: int = 16,
@@ -46,20 +51,19 @@ def passes_tests(
 ) -> list[float]:
     """1.0 where all tests pass, else 0.0; with `partial` the share that does. tests: the column.
 
-    network: what happens where no namespace can be made. Errors: ValueError for tests of another form.
+    entry_point: the column, where there is one, with the function that tests of the form `check(candidate)` are for.
+    network: what happens where no namespace can be made. Errors: ValueError for tests of another form, or of
+    nothing.
     """
     limits = (cpu_seconds, memory_mib, file_mib)
     check_limits(limits, network)
+    names = columns.get(entry_point, [None] * len(responses))
     return [
-        _share(program_in(response), cases(given, tests), limits, partial=partial, refuse=network == "refuse")
-        for response, given in zip(responses, columns[tests], strict=True)
+        _share(
+            program_in(response, prompt), cases(given, tests, name), limits, partial=partial, refuse=network == "refuse"
+        )
+        for prompt, response, given, name in zip(prompts, responses, columns[tests], names, strict=True)
     ]
-
-
-def program_in(response: str) -> str:
-    """The last block between ```; without one the whole response."""
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else response
 
 
 def _share(program: str, tests: Sequence[Case], limits: tuple[int, int, int], *, partial: bool, refuse: bool) -> float:
@@ -143,5 +147,9 @@ def _say_once(text: str) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Without spaces at the ends of lines, and empty lines at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    """Without spaces at the ends of lines, and empty lines at the end. A number by itself is written in one way."""
+    return [NUMBER.sub(_number, line.rstrip()) for line in text.rstrip().splitlines()]
+
+
+def _number(found: re.Match[str]) -> str:
+    return found[0] if len(found[0]) > MOST_DIGITS else f"\0{Fraction(found[0])}"

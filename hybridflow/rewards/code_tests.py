@@ -7,31 +7,43 @@
 A JSON text run as Python would be an expression that harms no program: each would pass.
 """
 
-import ast
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from hybridflow.rewards.python_tests import RULE, deciding
 
 Case = tuple[str, str, str | None]  # what follows the program, what it reads, what it is to print
 FORMS = (
     "tests are a text, a list of texts, or inputs and outputs, texts too: "
     '{"inputs": ["1 2"], "outputs": ["3"]}, also as a JSON text'
+    f"; {RULE}"
 )
 CALLS = "tests that call a function are not read, write them as Python: assert"
 
 
-def cases(given: Any, column: str) -> list[Case]:
-    """At least one. Errors: ValueError naming the column, for tests of another form."""
+def cases(given: Any, column: str, entry_point: str | None = None) -> list[Case]:
+    """At least one. Of several texts those without a test, such as imports, stand before each of the later ones.
+
+    entry_point: see `python_tests`. Errors: ValueError naming the column, for tests of another form or of nothing.
+    """
     tree = _tree(given)
-    if isinstance(tree, str):
-        _check_tests_something(tree, column)
-        return [(tree, "", None)]
     if isinstance(tree, Mapping):
         return _pairs(tree, column)
-    if isinstance(tree, Sequence) and tree and all(isinstance(one, str | Mapping) for one in tree):
-        return [case for one in tree for case in cases(one, column)]
-    raise _of_another_form(given, column)
+    parts = [tree] if isinstance(tree, str) else tree
+    if not isinstance(parts, Sequence) or not all(isinstance(one, str | Mapping) for one in parts):
+        raise _of_another_form(given, column)
+    found, before = list[Case](), ""
+    for one in map(_tree, parts):
+        if not isinstance(one, str):
+            found += cases(one, column, entry_point)
+        elif (decides := deciding(before + one, column, entry_point)) is None:
+            before += f"{one}\n"
+        else:
+            found.append((decides, "", None))
+    if not found:
+        raise _of_another_form(given, column)
+    return found
 
 
 def _tree(given: Any) -> Any:
@@ -63,7 +75,7 @@ def _pairs(tree: Mapping[str, Any], column: str) -> list[Case]:
     texts = [(_text(asked), _text(wanted)) for asked, wanted in zip(inputs, outputs, strict=True)]
     if any(text is None for pair in texts for text in pair):
         raise _of_another_form(tree, column)
-    return [("", asked or "", wanted or "") for asked, wanted in texts]
+    return [("", (asked or "").replace("\r\n", "\n"), wanted or "") for asked, wanted in texts]
 
 
 def _text(given: Any) -> str | None:
@@ -71,19 +83,6 @@ def _text(given: Any) -> str | None:
     if isinstance(given, list) and all(isinstance(line, str) for line in given):
         return "\n".join(given)
     return given if isinstance(given, str) else None
-
-
-def _check_tests_something(text: str, column: str) -> None:
-    """Refuse Python that is nothing but values, such as 42 or {'a': 1}: no program could fail it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(text).body
-            values = [ast.literal_eval(part.value) for part in body if isinstance(part, ast.Expr)]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # a call is no value, and may test
-        return
-    if len(values) == len(body):
-        raise _of_another_form(text, column)
 
 
 def _of_another_form(given: Any, column: str) -> ValueError:

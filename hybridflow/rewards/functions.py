@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError, UserCodeError
+from hybridflow.rewards.expected import alternatives, texts
 from hybridflow.rewards.foreign import adapter
 from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
@@ -55,9 +56,14 @@ class FunctionSpec:
 def exact_match(
     prompts: list[str], responses: list[str], columns: dict[str, list[Any]], *, answer: str = "answer"
 ) -> list[float]:
-    """1.0 where the response, stripped, is the entry of the column `answer`; 0.0 elsewhere."""
-    answers = columns[answer]
-    return [float(response.strip() == str(right).strip()) for response, right in zip(responses, answers, strict=True)]
+    """1.0 where the response, stripped, is the entry of the column `answer`, or one of its answers; 0.0 elsewhere.
+
+    Errors: ValueError where the entry is no answer.
+    """
+    return [
+        float(any(response.strip() in texts(right) for right in alternatives(given, answer)))
+        for response, given in zip(responses, columns[answer], strict=True)
+    ]
 
 
 def load_reward_function(path: str) -> RewardFunction:

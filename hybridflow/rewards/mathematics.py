@@ -4,8 +4,18 @@ math-verify reads LaTeX and plain expressions, sets, intervals, equations and ma
 which would score what they stop as wrong and say nothing: the pool's limit holds, and counts.
 """
 
+import functools
 import logging
+import re
 from typing import Any
+
+from hybridflow.rewards.expected import alternatives, plain
+from hybridflow.rewards.numeric import said_at_last, taken_back
+
+DIGIT = re.compile("[0-9]")
+BRACE = re.compile(r"\\boxed\{|[{}]")
+# between boxes that are one answer: \boxed{1}, y = \boxed{2}; behind other words a box replaces the earlier ones
+BESIDE = re.compile(r"(?:[\s,;$&=\\()\[\]]|and\b|or\b|[A-Za-z](?![A-Za-z]))*")
 
 
 def math_equal(
@@ -13,21 +23,69 @@ def math_equal(
 ) -> list[float]:
     """1.0 where they are equal, else 0.0, also where the response has no formula. answer: the column.
 
-    Errors: ValueError where the column's entry is no formula.
+    Its entry may be several answers, of which each is right. Errors: ValueError where the entry is no formula.
     """
-    from math_verify import parse, verify  # takes a second, with sympy: for those who ask for it
+    from math_verify import verify
+
+    return [
+        float(any(verify(list(gold), found, timeout_seconds=None) for gold in formulas(expected, answer) if found))
+        for response, expected in zip(responses, columns[answer], strict=True)
+        for found in [_parsed(_last_answer(response))]
+    ]
+
+
+def formulas(value: Any, column: str) -> list[tuple[Any, ...]]:
+    """The right ones of a row, as math-verify reads each. Errors: ValueError naming the column and the value."""
+    given = [plain(one) for one in alternatives(value, column) if not isinstance(one, bool)]
+    found = [gold for one in given if (gold := _gold(one))]
+    if not found:
+        raise ValueError(f"column {column!r}: {value!r} is no formula that math-verify can read")
+    return found
+
+
+def check_formula(value: Any, column: str) -> None:
+    """Errors: as `formulas`. What has a digit is one: math-verify takes milliseconds a formula."""
+    if not any(DIGIT.search(plain(one)) for one in alternatives(value, column) if not isinstance(one, bool)):
+        formulas(value, column)
+
+
+@functools.lru_cache(1 << 12)
+def _gold(answer: str) -> tuple[Any, ...]:
+    """As LaTeX, which is looked for between dollars alone."""
+    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    return tuple(_parsed(answer if is_marked else f"${answer}$"))
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse  # takes a second, with sympy: for those who ask for it
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that the limits are off
-    scores = []
-    for response, expected in zip(responses, columns[answer], strict=True):
-        gold = parse(_as_formula(str(expected)), parsing_timeout=None)
-        if not gold:
-            raise ValueError(f"column {answer!r}: {expected!r} is no formula that math-verify can read")
-        found = parse(response, parsing_timeout=None)
-        scores.append(float(bool(found) and verify(gold, found, timeout_seconds=None)))
-    return scores
+    found: list[Any] = parse(text, parsing_timeout=None)
+    return found
 
 
-def _as_formula(answer: str) -> str:
-    """As LaTeX, which is looked for between dollars alone."""
-    return answer if "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer else f"${answer}$"
+def _last_answer(response: str) -> str:
+    """Without boxes that the last one replaces; or what takes that back."""
+    text = said_at_last(response)
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    boxes = _boxes(text)
+    again = taken_back(text[boxes.get(start, start) :])
+    if again is not None:
+        return f"${again.replace('$', '')}$"
+    for first, last in sorted(boxes.items(), reverse=True):
+        if last <= start and BESIDE.fullmatch(text, last, start):
+            start = first
+    return text[start:] if min(boxes, default=0) < start else text
+
+
+def _boxes(text: str) -> dict[int, int]:
+    """Where each box that ends begins and ends."""
+    found, opened = dict[int, int](), list[re.Match[str]]()
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and len((first := opened.pop())[0]) > 1:
+            found[first.start()] = brace.end()
+    return found

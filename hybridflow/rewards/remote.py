@@ -1,23 +1,27 @@
 """Reward models behind HTTP, as `reward.remote` names them: one request a response, several under way, tried again.
 
 json_score    POST URL {"prompt", "response", "columns"} -> a number, or {"score": number}
-judge_score   POST URL/chat/completions of an OpenAI-compatible server -> the last number of what the judge says
+judge_score   POST URL/chat/completions of an OpenAI-compatible server -> what the judge says (`rewards/verdict.py`)
 
 What is tried again: no connection, no answer in time, and a status that says later. A wrong answer is an error at once.
 """
 
 import asyncio
+import base64
 import functools
+import json
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.parallel.proxies import is_loopback
-from hybridflow.rewards.one_number import NUMBER
+from hybridflow.rewards.verdict import verdict
 
 if TYPE_CHECKING:
     import httpx
 
+CUT = frozenset({"length", "max_tokens", "model_length", "content_filter", "abort", "error"})  # finish_reason
 LATER = frozenset({408, 409, 425, 429, *range(500, 600)})  # statuses after which it is tried again
 NAME = re.compile(r"\{(\w+)\}")
 SHOWN = 200  # characters of an answer in a message
@@ -85,10 +89,7 @@ async def judge_score(
             backoff_seconds=backoff_seconds,
             api_key=api_key,
         )
-        score = _judgement(answer, url)
-        if not lowest <= score <= highest:
-            raise ValueError(f"{url}: the judge says {score:g}; expected a number from {lowest:g} to {highest:g}")
-        scores.append(score)
+        scores.append(_judgement(answer, url, lowest, highest))
     return scores
 
 
@@ -109,14 +110,16 @@ async def _answer(
     """What the server says, as JSON."""
     import httpx  # for those who ask for it
 
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {"Content-Type": "application/json"}
+    headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    body = json.dumps(_as_json(asked)).encode()
     problem = ""
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(backoff_seconds * 2 ** (attempt - 1))
         try:
             async with asyncio.timeout(request_seconds):
-                reply = await _client(is_loopback(url)).post(url, json=asked, headers=headers)
+                reply = await _client(is_loopback(url)).post(url, content=body, headers=headers)
         except TimeoutError:
             problem = f"none within {request_seconds:g} s"
             continue
@@ -140,6 +143,21 @@ def _client(is_direct: bool) -> "httpx.AsyncClient":
     return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=not is_direct)
 
 
+def _as_json(value: Any) -> Any:
+    """What JSON has no word for: null of what is not finite, base64 of bytes, lists of arrays, else the text of it."""
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_as_json(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
 def _read(reply: "httpx.Response", url: str) -> Any:
     if reply.status_code != 200:
         raise ValueError(f"{url}: status {reply.status_code}: {reply.text[:SHOWN]}")
@@ -156,16 +174,17 @@ def _number(score: Any, url: str, answer: Any) -> float:
     return float(score)
 
 
-def _judgement(answer: Any, url: str) -> float:
+def _judgement(answer: Any, url: str, lowest: float, highest: float) -> float:
     try:
-        text = answer["choices"][0]["message"]["content"]
-        found = list(NUMBER.finditer(text))
-    except (LookupError, TypeError) as error:
+        choice = answer["choices"][0]
+        text, ended = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{url}: answers {repr(answer)[:SHOWN]}; expected a chat completion") from error
-    if not found:
-        raise ValueError(f"{url}: the judge gives no number: {text[-SHOWN:]!r}")
-    return float(found[-1][0].replace(",", "")) if "/" not in found[-1][0] else _fraction(found[-1], url)
-
-
-def _fraction(found: re.Match[str], url: str) -> float:
-    raise ValueError(f"{url}: the judge says {found[0]}; expected one number, not a fraction")
+    if ended in CUT:
+        raise ValueError(f"{url}: the judge is cut (finish_reason {ended}), which is no score: {repr(text)[-SHOWN:]}")
+    if not isinstance(text, str):
+        raise ValueError(f"{url}: answers {repr(answer)[:SHOWN]}; expected a chat completion")
+    try:
+        return verdict(text, lowest, highest)
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}: {text[-SHOWN:]!r}") from error

@@ -2,14 +2,18 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.rewards import EvalRewardConfig, RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
 from hybridflow.errors import RewardError
+from hybridflow.rewards.code_tests import cases
+from hybridflow.rewards.expected import alternatives
 from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.mathematics import check_formula
+from hybridflow.rewards.numeric import numbers
 from hybridflow.rewards.pool import PoolLimits
 from hybridflow.rewards.probe import Described, described
 
@@ -17,6 +21,11 @@ SHIPPED = re.compile(r"hybridflow\.rewards[.:]")  # modules whose functions a ro
 # what the shipped functions read of a row: by the argument that names the column, or always
 NAMES_COLUMN = {"exact_match": "answer", "math_equal": "answer", "numeric_match": "answer", "passes_tests": "tests"}
 COLUMNS = {"reasoning_gym": ("task", "entry")}
+READERS: dict[str, Callable[[Any, str], object]] = {  # that raise a ValueError for an entry which nothing can score
+    "exact_match": alternatives,
+    "math_equal": check_formula,
+    "numeric_match": numbers,
+}
 WRONG = 0.0  # what they score a response that is wrong
 MOST_WORKERS = 8  # of a rank, unless the config says how many
 GIB = 1 << 30
@@ -33,6 +42,29 @@ def pool_specs(config: ExperimentConfig) -> tuple[FunctionSpec, ...]:
     specs = _specs([*scoring.functions, *last], scoring)
     own = len(scoring.functions)
     return (*specs[:own], *map(_remote_spec, scoring.remote), *specs[own:])
+
+
+def check_row(config: ExperimentConfig, key: str, columns: Mapping[str, Any]) -> None:
+    """Errors: ValueError where a shipped function cannot read its column. key: data.train, or that of held-out rows.
+
+    Where failed rows have a score of their own, such a row is one of them.
+    """
+    scoring, right = config.reward or ScoringConfig(), config.metrics.eval_reward
+    if scoring.on_error == "score":
+        return
+    judges = [*scoring.functions] if key == "data.train" else []
+    if key != "data.train" and right is not None:
+        judges = [_of_evaluation(right, scoring.functions)]
+    for function in judges:
+        name, given = function.function.rpartition(":")[2], function.arguments
+        own = NAMES_COLUMN.get(name, "") if SHIPPED.match(function.function) else ""
+        column = str(given.get(own, own))
+        if column not in columns:
+            continue  # `check_columns` tells
+        if name in READERS:
+            READERS[name](columns[column], column)
+        else:
+            cases(columns[column], column, columns.get(str(given.get("entry_point", "entry_point"))))
 
 
 def check_columns(config: ExperimentConfig, columns: Collection[str], where: str) -> None:

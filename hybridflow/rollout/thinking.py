@@ -68,3 +68,16 @@ def _outside(text: str, opening: str, closing: str, call: str, *, begun: bool) -
     if unclosed > text.rfind(closing) and not 0 <= place < unclosed:
         patterns.append(rf"{first}.*\Z")
     return re.compile("|".join(patterns), re.DOTALL)
+
+
+def behind_thoughts(text: str) -> str | None:
+    """What a model says once it has thought; the prompt may have begun the thought. None: a thought does not end."""
+    # <|end|> and the like also end what is no thought
+    for opening, closing in TAGS:
+        start = text.rfind(opening)
+        names_thought = "think" in closing.lower() or "thought" in closing
+        end = text.rfind(closing) if start >= 0 or names_thought else -1
+        if start > end:
+            return None
+        text = text[end + len(closing) :] if end >= 0 else text
+    return text

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from hybridflow.cli import train
+from hybridflow.cli.refusals import note_missing
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import Reasons
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, of_no_rank
 from tests.tiny_models import make_checkpoints
@@ -82,6 +85,16 @@ def test_a_column_that_is_missing(command: str, inputs: Path, tmp_path: Path) ->
     status, lines = told(command, config(tmp_path, inputs, data__prompt_key="question"))
     assert status == 1 and len(lines) == 1
     assert "train.jsonl, line 1: has no key 'question' (data.prompt_key); its fields are prompt" in lines[0]
+
+
+def test_a_row_that_nothing_can_score(inputs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+2=", "answer": 3}\n{"prompt": "1+2=", "answer": null}\n')
+    reward = {"functions": [{"function": "hybridflow.rewards:exact_match"}]}
+    read = ExperimentConfig.from_yaml(config(tmp_path, inputs, data__train=str(file), reward=reward))
+    reasons = Reasons()
+    note_missing(read, reasons)
+    assert len(reasons.lines) == 1 and "rows.jsonl, line 2: column 'answer': None is no answer" in reasons.lines[0]
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_told_with_one_that_does(inputs: Path, tmp_path: Path) -> None:

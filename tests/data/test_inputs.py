@@ -1,6 +1,7 @@
 """What is checked when a run starts: token ids against the vocabulary, end tokens."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -166,3 +167,37 @@ def test_prompts_that_were_left_out_are_noted(inputs, tmp_path):
         f"data.{key}: left out {dropped[key]} of {len(rows[key])} prompts longer than data.max_prompt_length"
         for key in rows
     ]
+
+
+# ------------------------------------------------------------------------------------------------ answers and tests
+
+NUMERIC, PASSES = "hybridflow.rewards:numeric_match", "hybridflow.rewards:passes_tests"
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "answer", "expected"),
+    [
+        ("train", NUMERIC, None, "column 'answer': None is no answer"),
+        ("train", NUMERIC, "n/a", "column 'answer': 'n/a' holds no number"),
+        ("train", "hybridflow.rewards:math_equal", "", "column 'answer': '' is no formula"),
+        ("train", "hybridflow.rewards:exact_match", {"other": "3"}, "column 'answer': {'other': '3'} is no answer"),
+        ("train", PASSES, "def check(candidate):\n    assert candidate(1) == 2", "column 'answer': .*entry_point"),
+        ("heldout", NUMERIC, [], r"column 'answer': \[\] is no answer"),
+    ],
+)
+def test_what_nothing_can_score_is_told_before_the_run(inputs, tmp_path, key, function, answer, expected):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "1+2=", "answer": given} for given in ("assert f(1) == 3", answer)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = "{tests: answer}" if function == PASSES else "{}"
+    judge = (
+        f"reward.functions=[{{function: '{function}', arguments: {arguments}}}]"
+        if key == "train"
+        else f"metrics.eval_reward={function}"
+    )
+    told = problem(inputs, tmp_path, f"data.{key}={file}", judge, kind=DataError)
+    assert re.search(f"prompts.jsonl, line 2: {expected}", told), told
+    if key == "train":
+        assert len(load(inputs, tmp_path, f"data.{key}={file}", judge, "data.bad_rows=drop").train) == 1
+        scored = ("reward.on_error=score", "reward.error_score=-1.0")
+        assert len(load(inputs, tmp_path, f"data.{key}={file}", judge, *scored).train) == 2

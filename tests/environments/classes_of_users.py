@@ -1,5 +1,6 @@
 """Environments as users write them, good and bad; tests name them in configs."""
 
+import functools
 import os
 import random
 import time
@@ -169,3 +170,24 @@ class Noted(NeverDone):
         with open(self.file, "a") as file:
             file.write(row["question"] + "\n")
         return super().start(row)
+
+
+def decorated(function: Any) -> Any:
+    """As a package's decorator that does not keep what it decorates."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Waits(NeverDone):
+    tools = ("later", "plainly")
+
+    async def _doubled(self, n: int) -> dict[str, int]:
+        if n > 1:
+            raise ValueError(f"not {n}")
+        return {"n": 2 * n}
+
+    later = decorated(_doubled)
+    plainly = functools.wraps(_doubled)(decorated(_doubled))

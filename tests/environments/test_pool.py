@@ -12,6 +12,7 @@ import pytest
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.environments.classes import described
+from hybridflow.environments.instances import Instances
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.parallel.child_processes import children
 from hybridflow.rewards.pool import Answer, Pool
@@ -153,6 +154,16 @@ def test_the_models_mistakes_are_told_to_the_model() -> None:
         "error: there is no tool 'step'; the tools are add, fails",
     ]
     pool.close()
+
+
+def test_what_a_decorated_method_lets_wait_for_is_awaited() -> None:
+    instances = Instances("tests.environments.classes_of_users:Waits", {}, ())
+    instances({"kind": "start", "row": 1, "seed": "1", "columns": {"question": "1+1"}})
+    calls = [call("later", {"n": 1}), call("later", {"n": 2}), call("plainly", {"n": 1})]
+    found = instances({"kind": "turn", "row": 1, "calls": calls})
+    *texts, of_async = [message["content"] for message in found["messages"]]
+    assert texts == ['{"n": 2}', "error: ValueError: not 2"] and found["failed_calls"] == 2
+    assert of_async.startswith("error: TypeError: _doubled is an `async def` behind a decorator")
 
 
 @pytest.mark.parametrize(

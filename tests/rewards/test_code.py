@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from hybridflow.rewards import code, passes_tests
-from hybridflow.rewards.code import RUNNER, program_in
+from hybridflow.rewards.code import RUNNER
+from hybridflow.rewards.code_blocks import program_in
 
 GOOD = "def f(x):\n    return x + 1\n"
 TEST = "assert f(1) == 2"
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+DEFINES = "def check(candidate):\n    assert candidate(1) == 2\n"
 
 
 def passed(program: str, tests: Any = TEST, **limits: Any) -> float:
@@ -21,10 +24,46 @@ def passed(program: str, tests: Any = TEST, **limits: Any) -> float:
     return score
 
 
-def test_the_last_block_is_the_program() -> None:
-    assert program_in("first\n```\nx = 1\n```\nthen ```python\nx = 2\n``` end") == "x = 2\n"
-    assert program_in("x = 3") == "x = 3"
-    assert passed(f"Sure:\n```python\n{GOOD}```\nas you wished") == 1.0
+FENCE = "```"
+PROGRAM = "x = 2\n"
+BLOCK = f"{FENCE}python\n{PROGRAM}{FENCE}"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (f"first\n{FENCE}\nx = 1\n{FENCE}\nthen {BLOCK} end", PROGRAM),
+        ("x = 3", "x = 3"),
+        (f"{FENCE}json\n{{}}\n{FENCE}\nso I write\n{BLOCK}\nas you wished", PROGRAM),
+        (f"{BLOCK}\nIt prints\n{FENCE}\n3\n{FENCE}\nand needs\n{FENCE}bash\npip install x\n{FENCE}", PROGRAM),
+        (f"{FENCE}python\nx = 1\n{FENCE}\nNo:\n{FENCE}\n{PROGRAM}{FENCE}", PROGRAM),
+        (f"{FENCE}python\n{PROGRAM}{FENCE}python\nThis works because of x", PROGRAM),
+        (f"{FENCE}python\nx = 1\n{FENCE}\nNo:\n{FENCE}python\n{PROGRAM}", PROGRAM),
+        (f"{BLOCK}\nBetter:\n{FENCE}python\ndef f(", PROGRAM),
+        (f"{FENCE}python\n{PROGRAM}{FENCE}\n{FENCE}\n", PROGRAM),
+        (f"{FENCE}`python\ns = '''\n{FENCE}\n'''\n{FENCE}`", f"s = '''\n{FENCE}\n'''\n"),
+        (f"{FENCE}python\nif x:\n    s = '''\n    {FENCE}\n'''\n{FENCE}", f"if x:\n    s = '''\n    {FENCE}\n'''\n"),
+        (f"~~~python\n{PROGRAM}~~~\n{FENCE}text\n2\n{FENCE}", PROGRAM),
+        (f"1. So:\n   {FENCE}python\n   {PROGRAM}   {FENCE}\n2. Done", PROGRAM),
+        (f"- {FENCE}python\n  {PROGRAM}  {FENCE}", PROGRAM),
+        (f"{FENCE}python\nx = 2{FENCE}", PROGRAM),
+        (f"{FENCE} Python3\r\nx = 2\r\n{FENCE}\r\n", "x = 2\r\n"),
+        (f'{FENCE}python title="a.py"\n{PROGRAM}{FENCE}', PROGRAM),
+        (f"{FENCE}{{.python .numberLines}}\n{PROGRAM}{FENCE}", PROGRAM),
+        (f"{FENCE}python:a.py\n{PROGRAM}{FENCE}", PROGRAM),
+        (f"<think>{FENCE}python\nx = 1\n</think>\n{FENCE}\n{PROGRAM}{FENCE}", PROGRAM),
+        (f"or {FENCE}python\nx = 1\n</think>\n{FENCE}\n{PROGRAM}{FENCE}", PROGRAM),
+        (f"<think>I could write\n{BLOCK}\n", ""),
+        (f"put it into {FENCE}marks{FENCE}", f"put it into {FENCE}marks{FENCE}"),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(response: str, expected: str) -> None:
+    assert program_in(response) == expected
+
+
+def test_a_block_that_the_prompt_has_begun() -> None:
+    assert program_in(f"{PROGRAM}{FENCE}\nas you wished", f"Write it.\n{FENCE}python\n") == PROGRAM
+    assert passed(f"Sure:\n{FENCE}python\n{GOOD}{FENCE}\nas you wished") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -50,6 +89,30 @@ def test_some_of_several_tests() -> None:
 def test_what_a_program_reads_and_prints() -> None:
     tests = {"inputs": ["2\n", "3\n", "x"], "outputs": ["4\n", "6 \n\n", "6"]}
     assert passed("print(int(input()) * 2)", tests, partial=True) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "expected"),
+    [
+        ("3", "3.0", 1.0),
+        ("1 2.50\\n-0.0 \\n", "1.0 2.5\n0\n\n", 1.0),
+        ("1e3", "1000", 1.0),
+        ("9" * 2000, "9" * 2000, 1.0),
+        ("3.1", "3", 0.0),
+        ("2\\n1", "1\n2", 0.0),
+        ("3\\n4", "3", 0.0),
+        ("001", "1", 0.0),
+        ("3/2", "1.5", 0.0),
+        ("v1.0", "v1", 0.0),
+        ("", "3", 0.0),
+        ("3", "", 0.0),
+    ],
+)
+def test_what_is_printed_is_compared_as_a_contest_does(printed: str, wanted: str, expected: float) -> None:
+    test = {"inputs": ["1\r\n2"], "outputs": [wanted]}
+    assert passed(f"assert len(input()) == 1\nprint('{printed}')", test) == expected
+    if expected:
+        assert passed(f"print('{printed}')\n1/0", test) == 0.0
 
 
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
@@ -85,11 +148,54 @@ def test_tests_as_a_json_text_decide_as_they_would_as_values(tests: Any, right: 
         ("{'inputs': ['1'], 'outputs': ['2']}", "inputs and outputs"),
         ("42", "tests are a text"),
         ("", "tests are a text"),
+        (DEFINES, "column entry_point"),
+        (["import math", "pass"], "they fail for a wrong program by"),
+        ("test = lambda: f(1) == 2", "they fail for a wrong program by"),
+        ("print(f(1) == 2)", "they fail for a wrong program by"),
+        ("f(1)", "they fail for a wrong program by"),
+        ("assert True", "they fail for a wrong program by"),
+        ("import doctest\ndoctest.testmod()", "they fail for a wrong program by"),
+        ("try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('no')", "they fail for a wrong program by"),
+        ("class T(__import__('unittest').TestCase):\n    pass", "they fail for a wrong program by"),
+        (">>> f(1)\n", "they fail for a wrong program by"),
+        ("def test_f(tmp_path):\n    assert f(1) == 2", "has test_f, which is async or has arguments"),
+        ("class TestF:\n    def test(self):\n        assert f(1) == 2", "has the class TestF, which is no unittest"),
+        ("import a_package_that_is_not_there\nassert f(1) == 2", "imports a_package_that_is_not_there, which is not"),
+        ("print f(1)", "is no Python"),
     ],
 )
 def test_tests_that_would_test_nothing_are_refused(tests: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=f"column 'tests': .*{expected}"):
         passed("pass", tests)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        DEFINES + "check(f)",
+        "def check(candidate):\n    return candidate(1) == 2\ncheck(f)",
+        CASE,
+        CASE + "unittest.main(argv=['x'])",
+        CASE.replace("import unittest", "from unittest import TestCase, main").replace("unittest.T", "T")
+        + "if __name__ == '__main__':\n    main()",
+        "def test_f():\n    assert f(1) == 2\n\ndef test_g():\n    f(2) == 3\n",
+        "from solution import f as g\ndef test_f():\n    assert g(1) == 2",
+        "Some words.\n\n    >>> f(1)\n    2\n",
+        "f(1) == 2",
+        "all(f(i) == i + 1 for i in range(3))",
+        "assert (f(1) == 2, 'no')",
+        "for i in range(3):\n    f(i) == i + 1 and not f(i) == i",
+        "from __future__ import annotations\nimport sys\nsys.exit(0 if f(1) == 2 else 1)",
+        ["def same(a, b):\n    assert a == b", "same(f(1), 2)"],
+    ],
+)
+def test_tests_that_are_defined_or_compared_decide(tests: Any) -> None:
+    assert [passed(program, tests) for program in (GOOD, "def f(x):\n    return x\n")] == [1.0, 0.0]
+
+
+def test_a_check_is_called_with_the_rows_entry_point() -> None:
+    columns = {"tests": [DEFINES] * 2, "entry_point": ["f", "g"]}
+    assert passes_tests(["p"] * 2, [GOOD] * 2, columns) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("tests", ["while True: pass", "import os\nwhile True: os.getpid()"])

@@ -357,3 +357,36 @@ def test_keys_beside_the_parts_and_missing_ones_are_named() -> None:
     assert "keys of `parts`, right, style; style is missing; format, length is not among them; its prompt" in str(
         caught.value
     )
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (" 4 ", "4", "4.0"),
+        (4, "4", "40"),
+        (4.0, "4", "40"),
+        (40.0, "40", "4"),
+        (0.1, "0.1", "0"),
+        (1e-7, "0.0000001", "0"),
+        (1e22, "1" + "0" * 22, "1"),
+        (Decimal("1.50"), "1.5", "1"),
+        (True, "true", "1"),
+        (False, "False", "0"),
+        (["4", "four"], "four", "['4', 'four']"),
+        ([4.0, None], "4", "None"),
+        ({"target": ["4", "four"]}, "4", "target"),
+        ({"value": "4", "aliases": ["four"], "type": "n"}, "four", "n"),
+        (np.array(["4", "four"]), "4", "[4]"),
+    ],
+)
+def test_a_response_is_one_of_the_answers_that_a_row_has(answer: Any, right: str, wrong: str) -> None:
+    assert exact_match(["p"] * 2, [right, wrong], {"answer": [answer] * 2}) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), [], [None], {}, {"other": "4"}, [1, 2]])
+def test_what_is_no_answer_is_no_zero(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"column 'answer': .* is (no|one) answer"):
+        exact_match(["p"], [str(answer)], {"answer": [answer]})

@@ -20,7 +20,18 @@ from hybridflow.rewards.numeric import boxed, number_in
         ("so it is \\boxed{42}, not 43", "42"),
         ("\\boxed{1} or \\boxed{\\frac{3}{4}}", "3/4"),
         ("\\boxed{\\text{no number}} 5", None),
-        ("\\boxed{7", "7"),
+        ("\\boxed{7", None),
+        ("so 5 \\boxed{7", None),
+        ("\\boxed{5} once more: \\boxed{7", None),
+        ("\\boxed{5} once more: \\boxed{", "5"),
+        ("\\boxed{5}, no: \\boxed{6}", "6"),
+        ("\\boxed{5}. Wait, that is wrong. The answer is 6.", "6"),
+        ("\\boxed{1/3}, so the answer is about 0.33.", "1/3"),
+        ("\\boxed{\\text{no answer: }5}", "5"),
+        ("#### 5\nSorry, the answer is 6 eggs.", "6"),
+        ("#### Step 1: count\nso \\boxed{7}", "7"),
+        ("<think>\\boxed{5}</think>The answer is 6.", "6"),
+        ("it may be 5</think>\n\n", "5"),
         ("the answer is 72.00.", "72"),
         ("about 50%", "50"),
         ("50\\% of \\$3", "3"),
@@ -162,8 +173,15 @@ def test_equal_numbers_match_however_they_are_written() -> None:
     assert numeric_match(["p"], ["3"], {"solution": ["so \\boxed{3}"]}, answer="solution") == [1.0]
 
 
+@pytest.mark.parametrize("given", [["5", "4"], ["four", "4"], {"target": [5, 4]}, {"value": "4", "aliases": []}, 4.0])
+def test_of_several_answers_each_is_right(given: object) -> None:
+    assert numeric_match(["p"] * 2, ["4", "3"], {"answer": [given] * 2}) == [1.0, 0.0]
+
+
 def test_an_answer_without_a_number_is_no_zero() -> None:
     with pytest.raises(ValueError, match="column 'answer': 'n/a' holds no number"):
         numeric_match(["p"], ["3"], {"answer": ["n/a"]})
+    with pytest.raises(ValueError, match="column 'answer': True holds no number"):
+        numeric_match(["p"], ["1"], {"answer": [True]})
     with pytest.raises(ValueError, match=r"column 'answer': '10.*sqrt\{3\}' holds no number.*math_equal"):
         numeric_match(["p"], ["3"], {"answer": ["10\\sqrt{3}"]})

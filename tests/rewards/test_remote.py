@@ -4,10 +4,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -87,6 +90,29 @@ def test_a_row_is_a_request(server: Server) -> None:
     (path, headers, tree), _ = server.seen
     assert (path, tree) == ("/score", {"prompt": "p", "response": "four", "columns": {"answer": 4}})
     assert "Authorization" not in headers
+
+
+def test_columns_that_json_has_no_words_for_are_sent_as_others(server: Server) -> None:
+    odd = {
+        "day": [date(2026, 1, 2)],
+        "price": [Decimal("1.50")],
+        "picture": [{"bytes": b"\x89PNG", "size": (2, float("inf"))}],
+        "score": [float("nan")],
+        "vector": [np.array([1, 2])],
+        "one": [np.float32(0.5)],
+        "half": ["\ud83d"],
+    }
+    with pool_of(remote(server)) as pool:
+        assert asked(pool, 0, "r", **odd).kind == "scored"
+    assert server.seen[0][2]["columns"] == {
+        "day": "2026-01-02",
+        "price": "1.50",
+        "picture": {"bytes": "iVBORw==", "size": [2, None]},
+        "score": None,
+        "vector": [1, 2],
+        "one": 0.5,
+        "half": "\ud83d",
+    }
 
 
 def test_a_key_is_sent_and_stands_in_no_config(server: Server, tmp_path: Path) -> None:
@@ -217,7 +243,7 @@ def test_a_judge_is_asked_in_the_words_of_the_template(server: Server) -> None:
     [
         ("I cannot tell.", "the judge gives no number: 'I cannot tell.'"),
         ("11", "the judge says 11; expected a number from -1 to 10"),
-        ("9/10", "the judge says 9/10; expected one number, not a fraction"),
+        ("9/20", "the judge says 9/20; expected one number, not a fraction of another scale: '9/20'"),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error(server: Server, says: str, expected: str) -> None:
@@ -225,6 +251,10 @@ def test_a_judge_that_gives_no_score_is_an_error(server: Server, says: str, expe
         outcome = asked(pool, 0, "r", answer=[4])
         assert outcome.kind == "error" and expected in outcome.problem
         assert "template: {answer} is none of prompt, response" in asked(pool, 0, "r").problem
+        cut = {"choices": [{"message": {"content": "Part 1 is fine. In part 2"}, "finish_reason": "length"}]}
+        server.answer = lambda path, headers, tree: (200, json.dumps(cut).encode())
+        told = asked(pool, 0, "r", answer=[4]).problem
+        assert "the judge is cut (finish_reason length), which is no score: 'Part 1 is fine. In part 2'" in told
         server.answer = lambda path, headers, tree: (200, b'{"choices": []}')
         assert "expected a chat completion" in asked(pool, 0, "r", answer=[4]).problem
 

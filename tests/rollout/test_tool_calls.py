@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from hybridflow.errors import ConfigError
+from hybridflow.rollout.thinking import behind_thoughts
 from hybridflow.rollout.tool_calls import ToolCall, ToolCallParser, ToolError, parsers_that_read
 from tests.environments.tiny_chat import make_tokenizer
 
@@ -108,3 +109,21 @@ def test_the_parsers_that_read_a_call_are_known() -> None:
     """vLLM's own, of which hermes' format is also that of others."""
     found = parsers_that_read(CALL, "add", make_tokenizer(), [SCHEMA])
     assert "hermes" in found and "mistral" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", "a"),
+        ("<think>a</think>b", "b"),
+        ("a</think>b</think>c", "c"),
+        ("a</thought>b", "b"),
+        ("[THINK]a[/THINK]b", "b"),
+        ("<|channel|>analysis<|message|>a<|end|>b", "b"),
+        ("a<|end|>b", "a<|end|>b"),
+        ("<think>a", None),
+        ("<think>a</think>b<think>c", None),
+    ],
+)
+def test_what_is_said_behind_thoughts(text: str, expected: str | None) -> None:
+    assert behind_thoughts(text) == expected
