@@ -10,7 +10,7 @@ import torch.multiprocessing as processes
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.roles import generator
+from hybridflow.reshard import device_memory
 from tests.reshard.simulated import SimulatedDevice
 
 PREFIX = "gathered weights have no fixed addresses"
@@ -31,8 +31,8 @@ def ask(rank: int, out: str) -> None:
                 raise EnvironmentProblem(f"no driver on rank {rank}")
             return SimulatedDevice()
 
-        with mock.patch.object(generator, "reserved_space", reserved_space):
-            space, why = generator.reserve_address_space(cpu, Exchange(dist.group.WORLD, cpu))
+        with mock.patch.object(device_memory, "reserved_space", reserved_space):
+            space, why = device_memory.reserve_address_space(cpu, Exchange(dist.group.WORLD, cpu))
         told.append((space is None, why))
     torch.save(told, f"{out}/{rank}.pt")
     dist.destroy_process_group()

@@ -30,9 +30,11 @@ from hybridflow.formats.distributed_directory import is_distributed
 from hybridflow.formats.huggingface_files import write_safetensors
 from hybridflow.formats.json_text import parse_json
 from hybridflow.formats.safetensors_files import ALL, HeaderEntry, TensorInfo, read_entry, read_header
+from hybridflow.formats.weights_digest import weights_digest
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_weights.json"  # of hybridflow alone: a digest of the weights that the adapters were trained beside
 LAYERS = ("model.layers.", "model.decoder.layers.")
 # What a config may say beside rank, alpha and names; everything else changes what the adapters compute.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -246,8 +248,12 @@ TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
 CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 
 
-def write_adapter(target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, head: Head) -> None:
+def write_adapter(
+    target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, head: Head, base_digest: str | None = None
+) -> None:
     """Write a directory that PEFT and vLLM read, in place of an earlier one. tensors: by HuggingFace names.
+
+    base_digest: of the weights that the adapters were trained beside, as hex.
 
     Errors: CheckpointError, OSError, where the files cannot be written.
     """
@@ -255,7 +261,7 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], spec: ModelSpec, 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_adapter_weights(partial, tensors)
-    write_adapter_config(partial, spec, head)
+    write_adapter_config(partial, spec, head, base_digest)
     sync(partial / CONFIG)
     replace_directory(partial, target)
 
@@ -267,8 +273,18 @@ def write_adapter_weights(directory: Path, tensors: Mapping[str, Tensor]) -> Non
     write_safetensors(directory / WEIGHTS, planned, named.__getitem__)
 
 
-def write_adapter_config(directory: Path, spec: ModelSpec, head: Head) -> None:
+def write_adapter_config(directory: Path, spec: ModelSpec, head: Head, base_digest: str | None = None) -> None:
     (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n")
+    if base_digest is not None:
+        (directory / BASE).write_text(json.dumps({"base_weights": base_digest}) + "\n")
+
+
+def is_other_base(adapter: Path, base: Path) -> bool:
+    """Whether the adapters were trained beside other weights than these; not where nothing says it."""
+    if not (adapter / BASE).is_file():
+        return False
+    named = json.loads((adapter / BASE).read_bytes()).get("base_weights")
+    return bool(named != weights_digest(base).hex())
 
 
 def adapter_names(spec: ModelSpec, head: Head) -> list[str]:

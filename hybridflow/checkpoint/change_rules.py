@@ -330,7 +330,7 @@ CONTENTS: tuple[ChangeRule, ...] = (
         "the checkpoint's weights have that architecture",
     ),
     ChangeRule(
-        ("the frozen weights of *", "the adapters of *"),
+        (*(f"the weights of {name}.model" for name in ("actor", "critic", "reward_model")), "the adapters of *"),
         REFUSED,
         REFUSED,
         "a checkpoint holds adapters alone, which belong to the weights that they were trained beside",
@@ -340,6 +340,12 @@ CONTENTS: tuple[ChangeRule, ...] = (
         REFUSED,
         NOTICED,
         "the model changes: KL or scores before and after are not comparable",
+    ),
+    ChangeRule(
+        ("the weights of *",),
+        NOTICED,
+        NOTICED,
+        "the directory has other weights than before: KL or scores before and after are not comparable",
     ),
     ChangeRule(
         ("the file of *", "hybridflow's code", "the version of *"),

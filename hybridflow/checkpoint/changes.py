@@ -40,6 +40,7 @@ from hybridflow.config.losses import Importance, with_importance
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError
+from hybridflow.formats.weights_digest import WEIGHTS_OF
 from hybridflow.models.optimizer import learning_rate
 
 Tree = Mapping[str, Any]
@@ -131,6 +132,15 @@ def content_changes(
             before, after = _readable(saved[name]), _readable(now[name])
             found.append(Change(name, before, after, rule, rule.effect(fork=fork), why=rule.why))
     return Changes(tuple(found), next_iteration, fork)
+
+
+def not_compared(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A line for each model that both starts have, and whose weights the first has no digest of."""
+    return [
+        f"{name}: the checkpoint does not say which they were, and a change would not be noticed"
+        for name in now
+        if name.startswith(WEIGHTS_OF) and name not in saved and name.replace(WEIGHTS_OF, "config.json of ") in saved
+    ]
 
 
 def rule_of(key: str) -> ChangeRule:

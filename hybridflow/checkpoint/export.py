@@ -52,6 +52,7 @@ def export_huggingface(
     group: dist.ProcessGroup | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     adapter: Path | None = None,
+    base_digest: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write the weights that the model holds now, in the model's dtype and with the head.
@@ -59,7 +60,7 @@ def export_huggingface(
     Collective over the group, by default that of the world.
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
-    adapter: where the adapters of a model that has any go.
+    adapter: where the adapters of a model that has any go. base_digest: of the weights that lie under these, as hex.
 
     A model that started without a score head becomes a *ForSequenceClassification with one label. Errors: SaveError,
     on every rank, where a file cannot be written.
@@ -85,7 +86,7 @@ def export_huggingface(
                 add_end_tokens(partial, end_token_ids)
                 replace_directory(partial, target)
                 if spec.lora is not None and adapter is not None:
-                    write_adapter(adapter, adapters, spec, head)
+                    write_adapter(adapter, adapters, spec, head, base_digest)
                     if (line := left_out_by_peft(spec, head)) is not None:
                         report(f"{adapter}: {line}")
             except CheckpointError as error:

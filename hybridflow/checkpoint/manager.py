@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hybridflow.checkpoint.change_rules import Effect
-from hybridflow.checkpoint.changes import changes, content_changes
-from hybridflow.checkpoint.notes import kept_best, there_are, when_saved
+from hybridflow.checkpoint.changes import changes, content_changes, not_compared
+from hybridflow.checkpoint.notes import kept_best, lacks_best, there_are, when_saved
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.shared_directory import check_shared, raise_together
@@ -73,7 +73,7 @@ class CheckpointManager:
         self._config, self._platform, self._group, self._watchdog = config, platform, group, watchdog
         self._store = store
         self._stop: StopRequest = watchdog.stop
-        self._digests = {name: digest.hex() for name, digest in digests.items()}
+        self.digests = {name: digest.hex() for name, digest in digests.items()}
         self._saves, self._root, self._portable = saves, config.run_dir / CHECKPOINTS, portable
         self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
         self._iteration_began = self._started
@@ -102,6 +102,7 @@ class CheckpointManager:
             group=group,
             store=store,
             check_lock=self._check_lock,
+            digests=self.digests,
         )
         if self._source is not None and not self._source.is_fork:
             self._saver.last_iteration = self._source.saved.state.iteration
@@ -294,7 +295,7 @@ class CheckpointManager:
             changes(
                 saved.config, config.model_dump(mode="json"), next_iteration=state.iteration + 1, fork=source.is_fork
             ),
-            content_changes(saved.digests, self._digests, next_iteration=state.iteration + 1, fork=source.is_fork),
+            content_changes(saved.digests, self.digests, next_iteration=state.iteration + 1, fork=source.is_fork),
         ]
         for compared in found:
             compared.refuse()
@@ -305,6 +306,7 @@ class CheckpointManager:
         how = "a fork of" if source.is_fork else "resumes from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
         self.notes += [line for compared in found for line in compared.lines()]
+        self.notes += not_compared(saved.digests, self.digests)
         if source.is_fork:  # a fork may have other prompts, and a surplus has numbers of the old prompts
             state = replace(state, surplus=None)
         if not self._may_load_rollout:
@@ -334,10 +336,7 @@ class CheckpointManager:
             return
         self._may_lack_best = False
         if metric not in metrics:
-            recorder.message(
-                f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without "
-                f"the metric is not kept as one of the best; {there_are(metric, metrics)}"
-            )
+            recorder.message(lacks_best(metric, metrics))
 
     def _check_progress(self, restarts: int) -> None:
         if self._platform.rank == 0 and self._saves:
@@ -369,7 +368,7 @@ class CheckpointManager:
         if state.next_rollout is not None:
             of_file = self._portable(state.next_rollout.tensors)
             state = replace(state, next_rollout=replace(state.next_rollout, tensors=of_file))
-        self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
+        self._saver.save(SavedRun(state, config, self.digests, self._metrics, forked_from))
         self._saved_at = time.monotonic()
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 

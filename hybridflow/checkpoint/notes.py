@@ -1,7 +1,7 @@
 """What a start says of the checkpoints, for the person who watches. Pure."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hybridflow.config import RunConfig
 
@@ -32,3 +32,11 @@ def kept_best(config: RunConfig, *, saves: bool) -> list[str]:
 def there_are(metric: str, metrics: Iterable[str]) -> str:
     """The nearest names, or all."""
     return f"there are {', '.join(difflib.get_close_matches(metric, metrics) or sorted(metrics))}"
+
+
+def lacks_best(metric: str, metrics: Mapping[str, float]) -> str:
+    """A line on the metric of checkpoint.best_metric, which an iteration lacks."""
+    return (
+        f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without the "
+        f"metric is not kept as one of the best; {there_are(metric, metrics)}"
+    )

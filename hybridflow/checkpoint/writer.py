@@ -46,6 +46,7 @@ from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_rec
 from hybridflow.formats.file_bytes import memory_of
 from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
+from hybridflow.formats.weights_digest import base_digest
 from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.platform import Platform
@@ -84,11 +85,13 @@ class CheckpointWriter:
         store: Store,
         report: Callable[[str], None] = lambda text: None,
         check_lock: Callable[[], None] = lambda: None,
+        digests: Mapping[str, str] | None = None,
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
         self._platform, self._group, self._store, self.report = platform, group, store, report
         self._ranks = dist.get_process_group_ranks(group)
         self._check_lock = check_lock  # on rank 0, before a checkpoint is named
+        self._digests = digests or {}
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
         self._waiting: SimpleQueue[_Save] | None = None  # for the thread that writes, once there is one
@@ -186,7 +189,7 @@ class CheckpointWriter:
             copy_companions(spec.path, directory)
             keep_tokenizer_class(spec.path, directory)
             if spec.lora is not None:
-                write_adapter_config(directory, spec, role.head)
+                write_adapter_config(directory, spec, role.head, base_digest(self._digests, role.name))
 
     def _check_room(self, save: _Save) -> None:
         free, needed = shutil.disk_usage(save.partial).free, save.num_bytes + SPARE_BYTES

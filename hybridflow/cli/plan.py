@@ -36,6 +36,7 @@ from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
+from hybridflow.config.staleness import idle_notes
 from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
@@ -124,6 +125,7 @@ def _search(options: argparse.Namespace) -> None:
     if options.gpus is None:
         raise ConfigError("--search: give --gpus, on how many devices")
     tree = with_neutral(read_tree(options.config, options.overrides))
+    fetch_models(tree, weights=False)
     config, refused = _searchable(tree, options.config)
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
@@ -282,6 +284,7 @@ def _plan(options: argparse.Namespace) -> int:
     if isinstance(placed, PlacedRun):
         lines = {"line": cache_words(placed, bounded=facts is not None), "long_line": long_words(placed)}
         plan["kv_cache"] = {**cache_report(placed), **lines}
+        plan["rollout_notes"] = idle_notes(placed.config.rollout.partial)
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)

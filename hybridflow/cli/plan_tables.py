@@ -98,7 +98,7 @@ def _rollout_notes(plan: "Report") -> list[str]:
     actor = plan["roles"][0]["groups_of_first_rank"]
     groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
     first = f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."
-    return [first, *(f"{note}." for note in plan["rollout"]["notes"])]
+    return [first, *(f"{note}." for note in plan["rollout_notes"])]
 
 
 def _few(ranks: list[int]) -> str:

@@ -15,10 +15,12 @@ from hybridflow.architecture.adapter_weights import HF, WEIGHT, A, B
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.merge import merged_weight
 from hybridflow.architecture.peft_directory import (
+    BASE,
     CONFIG,
     TASKS,
     AdapterFile,
     adapter_names,
+    is_other_base,
     left_out_by_peft,
     lora_of_directory,
     open_adapter,
@@ -90,6 +92,8 @@ def open_adapted(path: Path, base: str | None = None, *, key: str = "SRC") -> Ad
     head = _head(survey, adapter, said, path)
     named = said.get("base_model_name_or_path")
     notes = [f"base: {spec.path}; {CONFIG} names {named}"] if base is not None and base != named else []
+    if base is not None and is_other_base(path, spec.path):
+        notes.append(f"warning: {spec.path} has other weights than those that the adapters were trained beside")
     dtype = next(iter(survey.weights.values())).dtype
     infos = {
         name: survey.weights.get(name, TensorInfo(shape, dtype))
@@ -117,6 +121,11 @@ def base_directory(path: Path, given: str | None, *, key: str) -> Path:
     if base is None:
         field, base = f"{path / CONFIG}: base_model_name_or_path", base_named(path, key=key)
     found = Path(fetched(base, field))
+    if given is None and found.is_dir() and is_other_base(path, found):
+        raise ConfigError(
+            f"{field} = {base}: has other weights than those that the adapters of {path} were trained beside "
+            f"({path / BASE}). --base DIR names the base model, and --base {base} takes this one all the same"
+        )
     if not found.is_dir():
         where = "it is relative to where you are; --base DIR names the base model"
         raise ConfigError(f"{field} = {base}: no such directory here; {where}")
@@ -173,7 +182,9 @@ def to_peft(
     with new_directory(target, num_bytes=total, processes=processes) as directory:
         if processes.first:
             write_adapter_weights(directory, {name: files.read(name, files.tensors[name].shape) for name in names})
-            (directory / CONFIG).write_bytes((source / CONFIG).read_bytes())
+            for file in (CONFIG, BASE):
+                if (source / file).is_file():
+                    (directory / file).write_bytes((source / file).read_bytes())
     say(console, f"{target}: {len(names)} tensors, {size_text(total)}")
     if (line := left_out_by_peft(spec, base.head)) is not None:
         say(console, f"{target}: {line}")

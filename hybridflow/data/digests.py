@@ -5,6 +5,7 @@ check_agreement(run_digests(config, inputs), dist.group.WORLD)
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
@@ -14,7 +15,8 @@ from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.tokenizers import tokenizer_digest
-from hybridflow.parallel.agreement import WEIGHT_FILES, code_digests, digest_bytes, digest_files, digest_samples
+from hybridflow.formats.weights_digest import WEIGHTS_OF, weights_digest
+from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files, digest_samples
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
 
@@ -22,7 +24,7 @@ ADAPTER_FILES = ("adapter_*", "*.distcp", ".metadata")  # of PEFT, or of a check
 
 
 def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
-    """By the name that a message gives it. Of models only config.json: weights are too large to be read twice."""
+    """By the name that a message gives it. Of a model that a checkpoint holds only config.json."""
     models = {name: Path(role.model) for name, role in config.roles().items()}
     return {
         "the config": digest_bytes(config.to_yaml().encode()),
@@ -30,7 +32,7 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
         **{key: prompts.digest for key, prompts in inputs.prompts_by_key.items()},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
-        **adapter_digests(config),
+        **weights_digests(config),
         **function_digests(config, inputs.functions),
         **environment_digests(inputs.environment),
     }
@@ -58,19 +60,20 @@ def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, byt
         f"the tokenizer of {config.trained_name}.model": tokenizer_digest(Path(config.trained.model)),
         **{name: examples.digest for name, examples in rows.items() if examples is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
-        **adapter_digests(config),
+        **weights_digests(config),
     }
 
 
-def adapter_digests(config: RunConfig) -> dict[str, bytes]:
-    """Of frozen weights, which no checkpoint has, and of the adapters that a run begins with."""
-    found = {}
+def weights_digests(config: RunConfig) -> dict[str, bytes]:
+    """Of the weights that no checkpoint has, and of the adapters that a run begins with."""
+    found, by_path = {}, cache(weights_digest)
+    reset = isinstance(config, ExperimentConfig) and config.algorithm.kl.reset_reference_interval is not None
     for name, role in config.roles().items():
-        if isinstance(role, TrainedRoleConfig) and role.lora is not None:
-            found[f"the frozen weights of {name}.model"] = digest_samples(Path(role.model), WEIGHT_FILES)
-            if role.lora.adapter_path is not None:
-                path = Path(role.lora.adapter_path)
-                found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(path, ADAPTER_FILES)
+        lora = role.lora if isinstance(role, TrainedRoleConfig) else None
+        if lora is not None or not (isinstance(role, TrainedRoleConfig) or (reset and name == "reference")):
+            found[f"{WEIGHTS_OF}{name}.model"] = by_path(role.model)
+        if lora is not None and lora.adapter_path is not None:
+            found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(Path(lora.adapter_path), ADAPTER_FILES)
     return found
 
 

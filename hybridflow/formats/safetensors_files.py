@@ -115,6 +115,10 @@ class SafetensorsDirectory:
     def file_of(self, name: str) -> Path:
         return self._entries[name].file
 
+    def sample(self, name: str, offset: Shape, size: Shape) -> Tensor:
+        """A box of a tensor, of any number of dimensions and any dtype, as fresh memory."""
+        return read_part(self._entries[name], offset, size)
+
     def read(self, name: str, shape: Shape, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Rows (dim 0) and columns (dim 1) of tensor `name`, whose full shape must be `shape`, as fresh memory."""
         if name not in self._entries:

@@ -28,7 +28,6 @@ DIGEST_BYTES = 16  # as b2sum -l 128 prints them
 MEETING_SECONDS = 20.0  # between the first rank with an error and the last
 CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
 SAMPLE_BYTES = 1 << 14
-WEIGHT_FILES = ("*.safetensors", "*.distcp", ".metadata")
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
 
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hybridflow.architecture.peft_directory import read_adapter_config
+from hybridflow.architecture.peft_directory import BASE, is_other_base, read_adapter_config
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import TrainedRoleConfig
-from hybridflow.parallel.agreement import WEIGHT_FILES, digest_samples
+from hybridflow.formats.weights_digest import weights_digest
 from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 
 LOW_RATE = 5e-6  # of adapters; full training takes about a tenth (docs/guides/lora.md)
@@ -57,7 +57,11 @@ def _other_base(name: str, adapter: Path, model: Path) -> list[str]:
     """Whether adapter_config.json names other weights, which are here to compare."""
     named = read_adapter_config(adapter, f"{name}.lora.adapter_path").get("base_model_name_or_path")
     base = Path(named) if isinstance(named, str) and named else model
-    if not base.is_dir() or digest_samples(base, WEIGHT_FILES) == digest_samples(model, WEIGHT_FILES):
+    if (adapter / BASE).is_file():
+        other = is_other_base(adapter, model)
+    else:
+        other = base.is_dir() and base != model and weights_digest(base) != weights_digest(model)
+    if not other:
         return []
     return [
         f"warning: {name}.lora.adapter_path = {adapter}: these adapters were trained beside {named}, and "

@@ -13,7 +13,6 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.config.staleness import idle_notes
 from hybridflow.parallel.layout import Cut, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (
@@ -45,9 +44,7 @@ def forecast(run: PlacedRun | PlacedFixed) -> Report:
     memory = memory_of(run)
     engine: Report = {}
     if isinstance(memory, RunMemory):
-        notes = {"notes": idle_notes(memory.run.config.rollout.partial)}
-        rollout = _rollout_report(memory.rollout, memory.run.stages) | notes
-        engine = {"rollout": rollout, "reshard": _reshard_report(memory)}
+        engine = {"rollout": _rollout_report(memory.rollout, memory.run.stages), "reshard": _reshard_report(memory)}
     return {
         "name": run.config.name,
         "world_size": run.world_size,

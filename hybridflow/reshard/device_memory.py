@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.exchange import Exchange
 from hybridflow.reshard.reserved import AddressSpace, Reserved
 
 LIBRARY = "libcuda.so.1"
@@ -193,3 +194,18 @@ def _call(function: str, *arguments: Any) -> None:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(code, ctypes.byref(name))
         raise DriverError(function, code, (name.value or b"an unknown error").decode())
+
+
+def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
+    """Reserve addresses at which memory comes and goes, for CUDA graphs; where a rank cannot, none and why.
+
+    Collective over the world: some ranks of an engine would else capture graphs, and others not.
+    """
+    space: AddressSpace | None = None
+    why = "gathered weights have no fixed addresses on another rank"
+    try:
+        space = reserved_space(device)
+    except EnvironmentProblem as problem:
+        why = f"gathered weights have no fixed addresses: {problem}"
+    missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
+    return (None, why) if int(missing) else (space, None)

@@ -18,9 +18,7 @@ from hybridflow.architecture.flops import forward_flops
 from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.errors import EnvironmentProblem, OfAnotherRank, RewardError, Stopped
 from hybridflow.models.layer_specs import DTYPES
-from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
@@ -29,10 +27,9 @@ from hybridflow.placement.forecast import engine_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.measure import Stopwatch, own_bytes
-from hybridflow.reshard.device_memory import reserved_space
+from hybridflow.reshard.device_memory import reserve_address_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
-from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.adapters import engine_adapters
@@ -46,6 +43,7 @@ from hybridflow.rollout.generation import (
     replica_responses,
     whole_rollout,
 )
+from hybridflow.rollout.known_failures import or_known
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import ReplicaWork, Segment, UnderWay
 from hybridflow.rollout.patches import join_groups
@@ -224,6 +222,10 @@ class Generator:
             flops = forward_flops(self._actor.spec, rollout.lengths, outputs, head="lm")
             watch.count(flops / sum(map(len, self.layout.replicas)), self._actor.dtype)
 
+    def _or_known(self, generate: Callable[[], T], **listener: Any) -> T | None:
+        """See `known_failures`. Collective over the world."""
+        return or_known(generate, self.engine, self._exchange.group, size=len(self.layout.replicas[0]), **listener)
+
     @property
     def turn_counts(self) -> TurnCounts | None:
         """Of this rank, where an environment answers."""
@@ -275,8 +277,8 @@ class Generator:
             first_prompt=first_prompt,
             generation=generation,
         )
-        own = self._or_known(lambda: self.responses(asked, releasing), releasing)
-        return self.gathered(asked, RowResponses() if own is None else own)
+        own = self._or_known(lambda: self.responses(asked, releasing), listener=releasing) or RowResponses()
+        return self.gathered(asked, own)
 
     def generate_partly(
         self,
@@ -292,11 +294,10 @@ class Generator:
         The engine is awake, with the weights that iteration `iteration` begins with. prompts: of the groups, one each,
         by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
+        config, count, stays = self._placed.config, len(self.layout.replicas), self.turns is not None
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
-        count, sampling = len(self.layout.replicas), self._placed.config.sampling
-        work = under_way.work(count, **limits, sampling=sampling, stays=self.turns is not None)
-        found = self._or_known(lambda: self._segments(under_way, prompts, work, version=iteration - 1))
-        own = {} if found is None else found
+        work = under_way.work(count, **limits, sampling=config.sampling, stays=stays)
+        own = self._or_known(lambda: self._segments(under_way, prompts, work, version=iteration - 1)) or {}
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
@@ -325,28 +326,6 @@ class Generator:
             return replica_segments(self.engine, params, requests, part)
         new = self.turns.new_rows(under_way, requests, prompts, config.sampling.limits, config.seed)
         return self.turns.segments(self.engine, params, under_way, part, new, version=version)
-
-    def _or_known(self, generate: Callable[[], T], listener: RolloutListener | None = None) -> T | None:
-        """What this rank's replica generates. An error of all ranks of a replica is raised on all ranks.
-
-        Of an engine of several ranks only errors of what answers the model are such: these all ranks hear of.
-        Collective over the world.
-        """
-        found, failure = None, None
-        alone = len(self.layout.replicas[0]) == 1
-        try:
-            found = generate()
-        except Exception as error:
-            if isinstance(error, Stopped) or not (alone or isinstance(error, RewardError | OfAnotherRank)):
-                raise
-            failure = error
-            with contextlib.suppress(Exception):  # an engine that has failed may fail here too: the run ends
-                if self.engine is not None:
-                    self.engine.abort_all()
-            if listener is not None:
-                listener.on_failure()
-        raise_known(failure, self._exchange.group)
-        return found
 
     def ask(
         self,
@@ -400,21 +379,6 @@ class Generator:
         """The replica of which this rank records experts."""
         rank = self._platform.rank
         return self.layout.coordinates(rank).replica if self.recorded(()).layers_of(rank) else None
-
-
-def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
-    """Reserve addresses at which memory comes and goes, for CUDA graphs; where a rank cannot, none and why.
-
-    Collective over the world: some ranks of an engine would else capture graphs, and others not.
-    """
-    space: AddressSpace | None = None
-    why = "gathered weights have no fixed addresses on another rank"
-    try:
-        space = reserved_space(device)
-    except EnvironmentProblem as problem:
-        why = f"gathered weights have no fixed addresses: {problem}"
-    missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
-    return (None, why) if int(missing) else (space, None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
+from hybridflow.formats.weights_digest import base_digest
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -38,7 +39,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, lost, start, start_notes, train, warmup_notes
+from hybridflow.trainers.loop import checkpoint_manager_of, lost, save_whole, start, start_notes, train, warmup_notes
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -137,6 +138,7 @@ class FixedDataTrainer:
                     self.models.trained()[0],
                     self.config.run_dir / "hf",
                     adapter=self.config.run_dir / "adapter",
+                    base_digest=base_digest(manager.digests, self.models.trained()[0].name),
                     end_token_ids=self._end_token_ids(),
                     report=recorder.message,
                 )
@@ -171,9 +173,7 @@ class FixedDataTrainer:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None
         except Exception as error:
-            if not self.book.steps_begun:
-                self.book.abandon(self.run, before)
-                self.checkpoint_manager.save_before(error, before.iteration, lambda: before, recorder)
+            save_whole(self, error, before, lambda state: state, recorder)
             raise
         finally:
             self.watchdog.rest()

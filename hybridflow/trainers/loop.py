@@ -16,7 +16,9 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import PPO
 from hybridflow.errors import NonFiniteError
+from hybridflow.flows.bookkeeping import Bookkeeping
 from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.run import Run
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
@@ -68,12 +70,6 @@ def checkpoint_manager_of(
     )
 
 
-class HasState(Protocol):
-    """A run, of either kind."""
-
-    state: RunState
-
-
 class Trainer(Protocol):
     """What the loop asks of a trainer."""
 
@@ -82,7 +78,9 @@ class Trainer(Protocol):
     @property
     def checkpoint_manager(self) -> CheckpointManager: ...
     @property
-    def run(self) -> HasState: ...
+    def run(self) -> Run: ...
+    @property
+    def book(self) -> Bookkeeping: ...
     def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
     def evaluate(self, *, whole: bool) -> dict[str, float]: ...
 
@@ -153,6 +151,18 @@ def lost(
     return replace(state, nonfinite_in_a_row=in_a_row)
 
 
+def save_whole(
+    trainer: Trainer, error: Exception, before: RunState, kept: Callable[[RunState], RunState], recorder: Recorder
+) -> None:
+    """The iteration ends with this error: save the one before, unless an optimizer step has begun.
+
+    before: the state of the one before. kept: adds what a save has beside, a call that is collective.
+    """
+    if not trainer.book.steps_begun:
+        trainer.book.abandon(trainer.run, before)
+        trainer.checkpoint_manager.save_before(error, before.iteration, lambda: kept(before), recorder)
+
+
 def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
     """Every so many iterations, and at the end; 0: never."""
     return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
@@ -181,6 +191,16 @@ def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:
             "alone is trained, the actor never"
         )
     return notes
+
+
+def sampling_notes(changed: Sequence[str]) -> list[str]:
+    """changed: keys of sampling by which the engine does not draw from the whole softmax."""
+    if not changed:
+        return []
+    return [
+        f"{', '.join(changed)}: the engine's log-probs belong to its sampling distribution, the trainer's to the whole "
+        "softmax. rollout/log_prob_diff_* and gen_kl include this difference"
+    ]
 
 
 def _kernels(config: RunConfig) -> str:

@@ -8,7 +8,6 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -33,6 +32,7 @@ from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
+from hybridflow.formats.weights_digest import base_digest
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -50,6 +50,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
+from hybridflow.trainers import loop
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.building import (
     build_generator,
@@ -63,7 +64,6 @@ from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.generating import generation_of, overlapped_scoring
 from hybridflow.trainers.inspection import config_for_inspection
-from hybridflow.trainers.loop import checkpoint_manager_of, lost, start, start_notes, train, warmup_notes
 from hybridflow.user_code import search_beside
 
 
@@ -104,7 +104,7 @@ class OnlineTrainer:
         self.config, self.placed = config, place(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.flow = flow_of(config.algorithm)
-        self.platform, self.watchdog = start(config, watchdog)
+        self.platform, self.watchdog = loop.start(config, watchdog)
         self.stop = self.watchdog.stop
         with self.watchdog.phase("start"):
             self._build(files)
@@ -160,7 +160,7 @@ class OnlineTrainer:
             return
         stopped: Stopped | None = None
         try:
-            self.checkpoint_manager = checkpoint_manager_of(
+            self.checkpoint_manager = loop.checkpoint_manager_of(
                 self.config,
                 digests,
                 self.roles.saved(self.config.algorithm.kl),
@@ -307,7 +307,7 @@ class OnlineTrainer:
                 self.hooks.heldout = recorder.heldout
                 recorder.before_training(self.evaluate())
             iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
-            train(self, iterations, num_iterations, recorder)
+            loop.train(self, iterations, num_iterations, recorder)
             manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
@@ -316,6 +316,7 @@ class OnlineTrainer:
                         self.run.actor,
                         self.config.run_dir / "hf",
                         adapter=self.config.run_dir / "adapter",
+                        base_digest=base_digest(manager.digests, "actor"),
                         end_token_ids=self.inputs.ends.ids,
                         group=self.exchange.group,
                         report=recorder.message,
@@ -339,13 +340,10 @@ class OnlineTrainer:
             self.checkpoint_manager.save_and_stop(self.generation.kept(before), recorder, stopped)
         except NonFinite as found:
             found.tensors = dict(self.roles.portable(found.tensors))
-            self.run.state = lost(self.config, self.run.state, found, recorder, self.exchange.group)
+            self.run.state = loop.lost(self.config, self.run.state, found, recorder, self.exchange.group)
             return None
         except Exception as error:
-            if not self.book.steps_begun:
-                self.book.abandon(self.run, before)
-                keep = partial(self.generation.kept, before)
-                self.checkpoint_manager.save_before(error, before.iteration, keep, recorder)
+            loop.save_whole(self, error, before, self.generation.kept, recorder)
             raise
         finally:
             self.watchdog.rest()
@@ -385,19 +383,13 @@ class OnlineTrainer:
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*self.generator.notes(), *self.generation.notes(), *staleness_notes(self.config)]
-        notes += start_notes(self.placed)
+        notes += loop.start_notes(self.placed)
         if self.trains:
-            notes += warmup_notes(self.config, num_iterations)
+            notes += loop.warmup_notes(self.config, num_iterations)
         notes += evaluation_notes(self.config)
         again = getattr(self.config.algorithm, "dynamic_sampling", None) is not None  # it may draw several times
         drawn = num_iterations * self.config.data.prompts_per_iteration
         notes += mixture_lines("data.train", self.inputs.train.rows, drawn, at_least=again)
         if not self.trains:
             notes.append("rollout only: nothing is trained, and no model is written")
-        changed = self.config.sampling.changed_distribution()
-        if changed:
-            notes.append(
-                f"{', '.join(changed)}: the engine's log-probs belong to its sampling distribution, the trainer's to "
-                "the whole softmax. rollout/log_prob_diff_* and gen_kl include this difference"
-            )
-        return notes
+        return notes + loop.sampling_notes(self.config.sampling.changed_distribution())

@@ -1,5 +1,6 @@
 """Adapters merged and extracted, with PEFT as the reference."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from hybridflow.architecture.peft_directory import BASE
 from hybridflow.convert.adapted import to_peft
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.errors import CheckpointError, ConfigError, UserError
+from hybridflow.formats.weights_digest import weights_digest
 from tests.peft_models import TARGETS, change, change_tensors, model_of, save_adapter, save_as_run, write_by_hand
 from tests.tiny_models import make_checkpoints
 from tests.tools.convert.tiny import INDEX, Models, assert_same_bytes, left_in, rewrite, tensors_of
@@ -140,6 +143,19 @@ def refused(*, base: str | None = None, source: Path, target: Path) -> str:
         to_huggingface(source, target, base=base)
     assert not target.exists()
     return str(caught.value)
+
+
+def test_a_base_model_that_was_trained_further_is_noticed(models: Models, tmp_path: Path) -> None:
+    """By convert, and so by chat and eval; --base takes it all the same."""
+    base, adapter = models.copy(tmp_path / "base", "llama"), tmp_path / "peft"
+    save_adapter(base, adapter, TARGETS["llama"])
+    (adapter / BASE).write_text(json.dumps({"base_weights": weights_digest(base).hex()}))
+    to_huggingface(adapter, tmp_path / "before")
+    tensors = tensors_of(base)
+    rewrite(base, tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path = .*has other weights than those that"):
+        to_huggingface(adapter, tmp_path / "after")
+    to_huggingface(adapter, tmp_path / "given", base=str(base))
 
 
 def test_the_base_model(models: Models, tmp_path: Path) -> None:

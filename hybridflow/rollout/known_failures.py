@@ -1,0 +1,42 @@
+"""What the engine of this rank generates, or the error that ends the run, known to all ranks before they exchange."""
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hybridflow.errors import OfAnotherRank, RewardError, Stopped
+from hybridflow.parallel.agreement import raise_known
+from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.rollout.generation import RolloutListener
+
+T = TypeVar("T")
+
+
+def or_known(
+    generate: Callable[[], T],
+    engine: RolloutEngine | None,
+    group: dist.ProcessGroup,
+    *,
+    size: int,
+    listener: RolloutListener | None = None,
+) -> T | None:
+    """What `generate` gives. An error of all ranks of one replica is raised on all ranks. Collective over the group.
+
+    size: ranks of a replica. Of several ranks only errors of what answers the model are such: all of them hear of these.
+    """
+    found, failure = None, None
+    try:
+        found = generate()
+    except Exception as error:
+        if isinstance(error, Stopped) or not (size == 1 or isinstance(error, RewardError | OfAnotherRank)):
+            raise
+        failure = error
+        with contextlib.suppress(Exception):  # an engine that has failed may fail here too: the run ends
+            if engine is not None:
+                engine.abort_all()
+        if listener is not None:
+            listener.on_failure()
+    raise_known(failure, group)
+    return found
