@@ -24,7 +24,7 @@ def or_known(
 ) -> T | None:
     """What `generate` gives. An error of all ranks of one replica is raised on all ranks. Collective over the group.
 
-    size: ranks of a replica. Of several ranks only errors of what answers the model are such: all of them hear of these.
+    size: ranks of a replica. Of several only errors of what answers the model are such: all of them hear of these.
     """
     found, failure = None, None
     try:
