@@ -52,7 +52,12 @@ class UserCodeError(UserError):
 
 
 class RewardError(UserError):
-    """A user's reward function failed or returned something that is no reward."""
+    """A user's reward function failed or returned something that is no reward.
+
+    of_replica: whether all ranks of an engine replica have met it at the same place.
+    """
+
+    of_replica = False
 
 
 class FlowError(UserError):
@@ -84,7 +89,9 @@ class DisagreementError(UserError):
 
 
 class OfAnotherRank(Exception):
-    """What another rank has met, and reports. This rank ends with that rank."""
+    """What another rank has met, and reports. This rank ends with that rank. of_replica: as of RewardError."""
+
+    of_replica = False
 
 
 class Stopped(Exception):

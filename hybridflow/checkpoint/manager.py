@@ -7,12 +7,11 @@ checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False) 
 """
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes, not_compared
+from hybridflow.checkpoint.kept_rollout import Read, read_rollout, write_rollout
 from hybridflow.checkpoint.notes import kept_best, lacks_best, there_are, when_saved
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
@@ -29,8 +29,7 @@ from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, step_name
 from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
-from hybridflow.errors import DataError, RecordError, SaveError, Stopped
-from hybridflow.formats.directories import sync
+from hybridflow.errors import RecordError, SaveError, Stopped
 from hybridflow.parallel.agreement import failures, met_by_all
 from hybridflow.parallel.peer_processes import parent_process
 from hybridflow.parallel.platform import Platform
@@ -40,9 +39,7 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.lock import RESTART_SECONDS, RunLock
 from hybridflow.recording.recorder import Recorder, record_run
-from hybridflow.recording.run_dir import dump_batch
 
-Read = TypeVar("Read")  # what a reader makes of a file
 Tensors = Mapping[str, Tensor]
 STOPPED = "stopped"  # by which torchrun's ranks, beside the checkpoints
 ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
@@ -171,15 +168,29 @@ class CheckpointManager:
         except SaveError as error:
             raise SaveError(f"{error}; {self._saved_if_possible(state, recorder)}") from error
 
-    def save_before(self, error: Exception, iteration: int, state: Callable[[], RunState], recorder: Recorder) -> None:
+    def save_before(
+        self,
+        error: Exception,
+        iteration: int,
+        state: Callable[[], RunState],
+        recorder: Recorder,
+        metrics: Metrics | None = None,
+    ) -> None:
         """Save the run, which ends with `error`, where all ranks have met an error at the same place.
 
-        The error gets a note on what came of that. iteration: the last whole one, of which `state()` gives the state.
+        The error gets a note on what came of that, and stays the one that is reported. iteration: the last whole one,
+        of which `state()` gives the state. metrics: of that one, unless `after_iteration` has had them.
         """
-        if self._saves and iteration and met_by_all(error, iteration, self._group, self._store):
-            self._saver.report = recorder.message
+        if not (self._saves and iteration and met_by_all(error, iteration, self._group, self._store)):
+            return
+        self._saver.report = recorder.message
+        try:
             with self._watchdog.phase("save"):
+                if metrics is not None:
+                    self._metrics = {name: float(value) for name, value in metrics.items()}
                 error.add_note(self._saved_if_possible(state(), recorder))
+        except Exception as other:
+            error.add_note(f"the run is not saved: {type(other).__name__}: {other}")
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""
@@ -234,22 +245,12 @@ class CheckpointManager:
         """
         if not (self._config.checkpoint.save_rollout and self._saves):
             return
-        directory, failure, tensors = self._root / ROLLOUT, None, self._portable(tensors)
-        if self._platform.rank == 0:
-            try:
-                shutil.rmtree(directory, ignore_errors=True)
-                directory.mkdir(parents=True)
-                file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
-                sync(file)
-                sync(file.parent)
-            except (OSError, RecordError) as error:
-                failure = f"{directory}: {error}"
-        found = failures(failure, self._group)
-        if found:
-            text = f"the responses of iteration {iteration} cannot be kept (checkpoint.save_rollout): {found[0]}"
+        tensors, writes = self._portable(tensors), self._platform.rank == 0
+        failure = write_rollout(self._root / ROLLOUT, iteration, tensors, self._group, writes=writes)
+        if failure is not None:
             if self._config.checkpoint.on_error == "stop":
-                raise SaveError(text)
-            self._saver.report(f"warning: {text}")
+                raise SaveError(failure)
+            self._saver.report(f"warning: {failure}")
 
     def load_rollout(self, iteration: int, read: Callable[[Path], Read]) -> Read | None:
         """Read the responses of an iteration that an earlier start has saved; None where there are none. Collective.
@@ -258,12 +259,7 @@ class CheckpointManager:
         """
         if not self._may_load_rollout or self.state is None or iteration != self.state.iteration + 1:
             return None
-        file, found = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors", list[Read]()
-        with contextlib.suppress(DataError, OSError):
-            found.append(read(file))
-        usable = torch.tensor(len(found))
-        dist.all_reduce(usable, op=dist.ReduceOp.MIN, group=self._group)
-        return found[0] if usable else None
+        return read_rollout(self._root / ROLLOUT, iteration, read, self._group)
 
     # ---- inside
 

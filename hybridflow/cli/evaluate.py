@@ -184,7 +184,8 @@ def _base(adapter: Path, given: str | None) -> str:
     from hybridflow.convert.adapted import base_directory, base_named  # torch loads for a second
 
     base = given or base_named(adapter, key="RUN_OR_MODEL")
-    return base if is_hub_name(base) else str(base_directory(adapter, given, key="RUN_OR_MODEL"))
+    directory = base_directory(adapter, given, key="RUN_OR_MODEL")
+    return base if is_hub_name(base) else str(directory)
 
 
 def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel:

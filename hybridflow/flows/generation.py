@@ -93,6 +93,7 @@ class Generation:
         """Metrics of the KV cache since the last call; none where nothing is generated."""
         return self.generator.pop_cache_use()
 
+    models_in_place = True  # trained weights, and what is offloaded: not while the engine has the memory
     num_generated: int  # tokens of responses to the prompts of the iteration
     taken: tuple[tuple[int, ...], PromptBatch] | None = None  # whose responses came, where not those that were drawn
     draws: Draws | None = None  # where prompts come from, where not in order from the data
@@ -107,8 +108,8 @@ class Generation:
     def end(self, *, saved: bool | None) -> None:
         """The run ends. saved: of a run that was stopped; None: all is done."""
 
-    def kept(self, before: RunState) -> RunState:
-        """The state before an iteration that ends early, with what a save keeps of the iteration."""
+    def kept(self, before: RunState, *, failed: bool = False) -> RunState:
+        """The state before an iteration that ends early, with what a save keeps of it. failed: by an error."""
         return before
 
     def begin(self, iteration: int, num_iterations: int) -> None:
@@ -170,11 +171,18 @@ class Generation:
         In strict order: memory that training alone needs is freed, weights are put in place, caches are emptied. The KV
         cache takes memory only when every rank has come so far.
         """
+        self.models_in_place, failure = False, None
         with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
             self._platform.empty_caches()
             dist.barrier(group=dist.group.WORLD)
             with self.generator.awake():
-                yield
+                try:
+                    yield
+                except Exception as error:
+                    failure = error
+        self.models_in_place = True  # what has failed on the way out would not come here
+        if failure is not None:
+            raise failure
 
     def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: DeferredRows) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""

@@ -199,10 +199,10 @@ class OneStepOffGeneration(Generation):
         self._handed_over(self._next)
         return replace(state, next_rollout=self._next.for_checkpoint())
 
-    def kept(self, before: RunState) -> RunState:
+    def kept(self, before: RunState, *, failed: bool = False) -> RunState:
         """The state before an iteration that ends early: with the iteration's rollout, as far as there is one."""
         planned = self._used[0] if self._used else self._current
-        if planned is None or (planned.asked is None and planned.rollout is None):
+        if planned is None or (planned.rollout is None and (failed or planned.asked is None)):
             return before
         self._handed_over(planned)
         return replace(before, next_rollout=planned.for_checkpoint())

@@ -160,7 +160,7 @@ class PartialGeneration(Generation):
             "rollout.kv_cache_gib fixes the size"
         ]
 
-    def kept(self, before: RunState) -> RunState:
+    def kept(self, before: RunState, *, failed: bool = False) -> RunState:
         """The state before an iteration that ends early: its rollout is made again, of the same rows.
 
         Collective over the world.

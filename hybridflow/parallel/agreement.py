@@ -8,6 +8,7 @@ the parts are put together all the same. So ranks compare what they have, by 16 
 """
 
 import hashlib
+import logging
 import time
 import traceback
 import zlib
@@ -21,11 +22,13 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.errors import DisagreementError, OfAnotherRank
 from hybridflow.parallel.diagnosis import lost_peer
+from hybridflow.parallel.rank_log import IN_FILES_ALONE
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import installed_version
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
-MEETING_SECONDS = 20.0  # between the first rank with an error and the last
+LOG = logging.getLogger(__name__)
+MEETING_SECONDS = 10.0  # between the first rank with an error and the last
 CHECKED_BYTES = 1 << 16  # of a tensor, by one checksum of 32 bits
 SAMPLE_BYTES = 1 << 14
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
@@ -81,6 +84,7 @@ def met_by_all(error: Exception, number: int, group: dist.ProcessGroup, store: S
         return True
     if lost_peer(error) and not isinstance(error, OfAnotherRank):
         return False
+    LOG.error("have all ranks met it? %s: %s", type(error).__name__, error, extra=IN_FILES_ALONE)
     key = f"met/{number}/{_place(error)}"
     until = time.monotonic() + MEETING_SECONDS
     try:

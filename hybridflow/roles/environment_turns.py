@@ -54,7 +54,8 @@ class EnvironmentTurns:
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> TurnTaking:
         """Open the turns of the next rollout."""
-        answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
+        begin = self.environments.conversations
+        answers = self.agreement.attempt(begin, prompts, counts, limits, seed) if self.leads else None
         return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
     def new_rows(

@@ -1,16 +1,19 @@
 """What the engine of this rank generates, or the error that ends the run, known to all ranks before they exchange."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from hybridflow.errors import OfAnotherRank, RewardError, Stopped
+from hybridflow.errors import Stopped
 from hybridflow.parallel.agreement import raise_known
+from hybridflow.parallel.rank_log import IN_FILES_ALONE
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import RolloutListener
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -30,9 +33,10 @@ def or_known(
     try:
         found = generate()
     except Exception as error:
-        if isinstance(error, Stopped) or not (size == 1 or isinstance(error, RewardError | OfAnotherRank)):
+        if isinstance(error, Stopped) or not (size == 1 or getattr(error, "of_replica", False)):
             raise
         failure = error
+        LOG.error("told when all ranks have generated: %s: %s", type(error).__name__, error, extra=IN_FILES_ALONE)
         with contextlib.suppress(Exception):  # an engine that has failed may fail here too: the run ends
             if engine is not None:
                 engine.abort_all()

@@ -7,7 +7,7 @@ go on and with what. So all ranks add the same requests in the same order, else 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ SLOTS = 512  # numbers of the first broadcast: what mostly is enough
 HEAD = 6  # numbers of an event before its tokens
 FAILED = [-1]  # in place of events
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -127,12 +128,15 @@ class LeaderBroadcast:
         self._failure: RewardError | None = None
         self.leads = group is None or dist.get_rank() == leader
 
-    def attempt(self, act: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
-        """What the first rank does for all. The next `on_all` raises the RewardError on all ranks."""
-        try:
-            act(*arguments, **named)
-        except RewardError as error:
-            self._failure = self._failure or error
+    def attempt(self, act: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
+        """What the first rank does for all. The next `on_all` raises a RewardError on all ranks; until then no more."""
+        if self._failure is None:
+            try:
+                return act(*arguments, **named)
+            except RewardError as error:
+                error.of_replica = True
+                self._failure = error
+        return None
 
     def on_all(self, events: Sequence[TurnEvent]) -> list[TurnEvent]:
         """Those of the first rank, which alone has rewards. Errors: RewardError there, OfAnotherRank elsewhere."""
@@ -140,7 +144,9 @@ class LeaderBroadcast:
         if self._group is not None:
             numbers = self._broadcast(numbers)
         if numbers == FAILED:
-            raise self._failure or OfAnotherRank("what answers the model has failed on the first rank of the replica")
+            other = OfAnotherRank("what answers the model has failed on the first rank of the replica")
+            other.of_replica = True
+            raise self._failure or other
         return list(events) if self.leads else _unpacked(numbers)
 
     def _broadcast(self, numbers: list[int]) -> list[int]:

@@ -150,6 +150,11 @@ class FixedDataTrainer:
             return ()
         return self.inputs.end_token_ids(self.config, self.placed.trained.spec.vocab_size)
 
+    @property
+    def models_in_place(self) -> bool:
+        """See `OnlineTrainer`: nothing takes their memory."""
+        return True
+
     def evaluate(self, *, whole: bool = True) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout

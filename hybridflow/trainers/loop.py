@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -81,6 +82,8 @@ class Trainer(Protocol):
     def run(self) -> Run: ...
     @property
     def book(self) -> Bookkeeping: ...
+    @property
+    def models_in_place(self) -> bool: ...
     def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
     def evaluate(self, *, whole: bool) -> dict[str, float]: ...
 
@@ -118,14 +121,21 @@ def _recorded(
         try:
             evaluation = trainer.evaluate(whole=iteration == last or why is not None)
         except Exception as error:
-            recorder.iteration(done)
-            trainer.checkpoint_manager.save_before(error, iteration, lambda: trainer.run.state, recorder)
+            if trainer.models_in_place:
+                state = partial(_state_recorded, trainer, done, recorder)
+                trainer.checkpoint_manager.save_before(error, iteration, state, recorder, done.metrics)
             raise
         recorder.evaluated(done, evaluation)
         why = why or trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     done.metrics["time/save_seconds"] = trainer.checkpoint_manager.pop_save_seconds()
     recorder.iteration(done)
     return done.metrics, why
+
+
+def _state_recorded(trainer: Trainer, done: Iteration, recorder: Recorder) -> RunState:
+    """The state after an iteration, whose row has no evaluation."""
+    recorder.iteration(done)
+    return trainer.run.state
 
 
 def lost(
@@ -154,11 +164,11 @@ def lost(
 def save_whole(
     trainer: Trainer, error: Exception, before: RunState, kept: Callable[[RunState], RunState], recorder: Recorder
 ) -> None:
-    """The iteration ends with this error: save the one before, unless an optimizer step has begun.
+    """The iteration ends with this error: save the one before, unless the models are not as that one left them.
 
     before: the state of the one before. kept: adds what a save has beside, a call that is collective.
     """
-    if not trainer.book.steps_begun:
+    if trainer.models_in_place and not trainer.book.steps_begun:
         trainer.book.abandon(trainer.run, before)
         trainer.checkpoint_manager.save_before(error, before.iteration, lambda: kept(before), recorder)
 

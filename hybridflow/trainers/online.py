@@ -148,6 +148,11 @@ class OnlineTrainer:
         self.platform.freeze_objects()
 
     @property
+    def models_in_place(self) -> bool:
+        """Whether the trained weights, and what was offloaded, are where training has left them."""
+        return self.generation.models_in_place
+
+    @property
     def serves(self) -> bool:
         """Whether this rank trains nothing, and generates while others train."""
         return self.apart is not None and self.apart.serves
@@ -343,7 +348,7 @@ class OnlineTrainer:
             self.run.state = loop.lost(self.config, self.run.state, found, recorder, self.exchange.group)
             return None
         except Exception as error:
-            loop.save_whole(self, error, before, self.generation.kept, recorder)
+            loop.save_whole(self, error, before, lambda state: self.generation.kept(state, failed=True), recorder)
             raise
         finally:
             self.watchdog.rest()

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import read_manifest, step_name, steps
 from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 FUNCTION = "tests.checkpoint.errors_worker:score"
 
@@ -57,6 +58,8 @@ def test_an_error_of_one_rank_saves_the_last_whole_iteration(name: str, saved: i
     left_out = (*COSTS, *(["eval/"] if name == "judge" else []))  # no evaluation is made again
     assert rows(root / name, left_out) == rows(root / "whole", left_out)
     assert steps(root / name / "checkpoints")[-1] == 4
+    whole, known = rows(root / "whole", left_out), load_state(root / name / "checkpoints" / step_name(saved)).metrics
+    assert known["actor/grad_norm"] == pytest.approx(float(whole[saved]["actor/grad_norm"]))  # behind the start's row
     files = [read_manifest(root / run / "checkpoints" / step_name(4)).files for run in (name, "whole")]
     one, other = ({key: value for key, value in some.items() if key.endswith(".distcp")} for some in files)
     assert one and one == other

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.errors import RewardError, Stopped
 from hybridflow.parallel.seeds import request_seed
+from hybridflow.rollout import known_failures
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.rows import EngineCall, ReplicaRows, RowRecord, TurnEvent
 from hybridflow.rollout.turns import LeaderBroadcast
@@ -25,6 +27,52 @@ def test_replies_are_the_same_on_all_ranks_however_long(tmp_path: Path) -> None:
 def test_one_rank_asks_nobody() -> None:
     alone = LeaderBroadcast(None, 0, torch.device("cpu"))
     assert alone.leads and alone.on_all(LISTS[1]) == LISTS[1]
+
+
+def fails() -> None:
+    raise RewardError("on purpose")
+
+
+def never() -> None:
+    raise AssertionError("who has failed is asked no more: it may wait for ever")
+
+
+def test_what_the_first_rank_fails_with_is_raised_with_the_next_events() -> None:
+    """By the rank that leads, and that alone knows; nothing is asked of who answers in between."""
+    alone = LeaderBroadcast(None, 0, torch.device("cpu"))
+    assert alone.attempt(lambda: 7) == 7
+    alone.attempt(fails)
+    alone.attempt(never)
+    with pytest.raises(RewardError, match="on purpose") as found:
+        alone.on_all([])
+    assert found.value.of_replica
+
+
+@pytest.mark.parametrize(
+    ("error", "size", "known"),
+    [
+        (ValueError("of the engine"), 1, True),
+        (RewardError("of one rank"), 2, False),
+        (ValueError("of one rank"), 2, False),
+        (Stopped("told"), 1, False),
+    ],
+)
+def test_only_errors_of_whole_replicas_wait_for_the_other_ranks(
+    error: Exception, size: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of several ranks cannot go on where one of them has failed: the others do not come."""
+    met: list[Exception | None] = []
+    monkeypatch.setattr(known_failures, "raise_known", lambda own, group: met.append(own))
+
+    def generate() -> None:
+        raise error
+
+    if known:
+        assert known_failures.or_known(generate, None, None, size=size) is None and met == [error]
+        return
+    with pytest.raises(type(error)):
+        known_failures.or_known(generate, None, None, size=size)
+    assert not met
 
 
 def row_record(prompt: list[int], *, several: bool = False) -> RowRecord:
