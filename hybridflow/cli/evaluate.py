@@ -183,8 +183,10 @@ def _base(adapter: Path, given: str | None) -> str:
     """A directory, or a name on the Hub. Errors: ConfigError."""
     from hybridflow.convert.adapted import base_directory, base_named  # torch loads for a second
 
-    base = given or base_named(adapter, key="RUN_OR_MODEL")
+    if given is not None and is_hub_name(given):
+        return given
     directory = base_directory(adapter, given, key="RUN_OR_MODEL")
+    base = "" if given is not None else base_named(adapter, key="RUN_OR_MODEL")
     return base if is_hub_name(base) else str(directory)
 
 

@@ -137,7 +137,8 @@ def evaluate(
         except RewardError as error:
             failure = error
     scores = scorer.scores(responses, prompts) if scorer is not None else None
-    raise_known(failure or (scores.failure if scores is not None else None), exchange.group)
+    if judge.function is not None or scores is not None:
+        raise_known(failure or (scores.failure if scores is not None else None), exchange.group)
     asked = [*own, *(scores.parts() if scores is not None else ())]
     wholes = exchange.gather_all(asked) if asked else []
     if judge.function is None:

@@ -46,7 +46,8 @@ def test_a_run_is_its_last_checkpoint_or_the_one_that_is_named(tmp_path: Path) -
     assert evaluated_model(str(run_dir(tmp_path / "short", hf=True)), None).model == f"{tmp_path}/short/hf"
 
 
-def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path: Path) -> None:
+def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.cli.evaluate.fetched", lambda model, key: model)
     model = tmp_path / "hf"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -318,7 +318,8 @@ def error_in_second_iteration(
     message = only_message(by(config, f"data.train={file}", f"reward.functions.0.function={name}"))
     assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
     written = sorted(path.name for path in (config.parent / "run").iterdir())
-    assert written == ["config.yaml", "layout.json", "logs", "metrics.csv", "samples.jsonl", "starts.jsonl"]
+    told = ["config.yaml", "layout.json", "logs", "metrics.csv", "samples.jsonl", "starts.jsonl"]
+    assert written == ["checkpoints", *told], "the run is saved after its only whole iteration"
     logs = [file.read_text() for file in (config.parent / "run" / "logs").glob("rank_*.log")]
     assert logs and any("Traceback" in log and f"Error: {message}" in log for log in logs)
     [start] = read_starts(config.parent / "run")
