@@ -43,6 +43,7 @@ assert not doctest.DocTestRunner(verbose=False).run(_found, out=lambda text: Non
 OF_PROGRAM = "import sys\nsys.modules['solution'] = sys.modules['__main__']\n"  # KodCode's tests import from solution
 
 
+@functools.lru_cache(64)  # for the responses to a prompt: of HumanEval+ a text takes a second
 def deciding(text: str, column: str, entry_point: str | None = None) -> str | None:
     """What is to follow the program; None where no statement that runs can fail by what the program does.
 
@@ -50,43 +51,36 @@ def deciding(text: str, column: str, entry_point: str | None = None) -> str | No
     for a text that fails for each program.
     """
     try:
-        return _looked_at(text, column, entry_point)
-    except (RecursionError, MemoryError):  # too deep to look at
-        return text
-
-
-def _looked_at(text: str, column: str, entry_point: str | None) -> str | None:
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
+        return _followed(tree, entry_point)
+    except (RecursionError, MemoryError):  # too deep to look at
+        return text
     except (SyntaxError, ValueError) as error:
-        if ">>>" in text:
+        if isinstance(error, SyntaxError) and ">>>" in text:
             return _of_doctest(text, column)
-        raise _refused(text, column, f"is no Python: {error}") from error
-    missing = _missing_module(tree)
-    if missing is not None:
-        raise _refused(text, column, f"imports {missing}, which is not installed here")
+        why = f"is no Python: {error}" if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"column {column!r}: {text[:200]!r} {why}") from error
+
+
+def _followed(tree: ast.Module, entry_point: str | None) -> str | None:
+    modules = _modules(tree)
+    missing = [name for name in sorted(modules - {"solution", "__main__"}) if not _is_installed(name)]
+    if missing:
+        raise ValueError(f"imports {missing[0]}, which is not installed here")
     tests = _Tests(tree)
-    try:
-        calls = tests.calls(entry_point)
-    except ValueError as error:
-        raise _refused(text, column, str(error)) from error
+    calls = tests.calls(entry_point)
     if not calls and not tests.can_fail(tree.body):
         return None
-    head = OF_PROGRAM if "solution" in _modules(tree) else ""
-    return f"{head}{ast.unparse(ast.fix_missing_locations(_Asserting(tests).visit(tree)))}\n{calls}"
-
-
-def _refused(text: str, column: str, why: str) -> ValueError:
-    return ValueError(f"column {column!r}: {text[:200]!r} {why}")
+    return f"{OF_PROGRAM if 'solution' in modules else ''}{ast.unparse(_Asserting(tests).visit(tree))}\n{calls}"
 
 
 def _of_doctest(text: str, column: str) -> str | None:
     try:
         examples = doctest.DocTestParser().get_examples(text)
     except ValueError as error:
-        raise _refused(text, column, f"is no doctest: {error}") from error
+        raise ValueError(f"column {column!r}: {text[:200]!r} is no doctest: {error}") from error
     return RUN_DOCTEST.format(text=text) if any(example.want for example in examples) else None
 
 
@@ -118,11 +112,14 @@ class _Tests:
                 if _num_needed(one) or isinstance(one, ast.AsyncFunctionDef):
                     raise ValueError(f"has {name}, which is async or has arguments that nothing gives; {RULE}")
                 made += TRUE.format(call=f"{name}()")
-        cases = [name for name in self.classes if self._is_case(name, set())]
-        methods = [part.name for one in self.classes.values() for part in one.body if isinstance(part, Function)]
+        cases = list[str]()
+        for name, kind in self.classes.items():
+            bases = map(self.name_of, kind.bases)
+            cases += [name] if any(base.endswith("TestCase") or base in cases for base in bases) else []
+        methods = [part.name for kind in self.classes.values() for part in kind.body if isinstance(part, Function)]
         if cases and any(name.startswith("test") for name in methods):
             made += RUN_CASES.format(names=", ".join(cases))
-        for name in self.classes.keys() - self.read - set(cases):
+        for name in self.classes.keys() - self.read - {*cases}:
             if name.startswith("Test"):
                 raise ValueError(f"has the class {name}, which is no unittest.TestCase; {RULE}")
         return made
@@ -168,11 +165,6 @@ class _Tests:
             ):
                 return True
         return False
-
-    def _is_case(self, name: str, seen: set[str]) -> bool:
-        bases = {self.name_of(base) for base in self.classes[name].bases}
-        own = (bases & self.classes.keys()) - seen
-        return any(base.endswith("TestCase") for base in bases) or any(self._is_case(base, seen | own) for base in own)
 
 
 class _Asserting(ast.NodeTransformer):
@@ -227,13 +219,9 @@ def _running(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Each name that is imported, and what it is in full."""
     for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
-        elif isinstance(node, ast.Import):
-            first = [one.name.partition(".")[0] for one in node.names]
-            yield from (
-                (one.asname or own, one.name if one.asname else own) for one, own in zip(node.names, first, strict=True)
-            )
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((one.asname or one.name, package + one.name) for one in node.names)
 
 
 def _modules(tree: ast.Module) -> set[str]:
@@ -241,10 +229,6 @@ def _modules(tree: ast.Module) -> set[str]:
     plain = {alias.name for part in tree.body if isinstance(part, ast.Import) for alias in part.names}
     others = {part.module or "" for part in tree.body if isinstance(part, ast.ImportFrom) and not part.level}
     return {name.partition(".")[0] for name in plain | others}
-
-
-def _missing_module(tree: ast.Module) -> str | None:
-    return next((name for name in sorted(_modules(tree) - {"solution", "__main__"}) if not _is_installed(name)), None)
 
 
 @functools.cache
