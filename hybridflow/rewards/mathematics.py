@@ -13,6 +13,7 @@ from hybridflow.rewards.expected import alternatives, plain
 from hybridflow.rewards.numeric import boxes, said_at_last, taken_back
 
 DIGIT = re.compile("[0-9]")
+MARKED = re.compile(r"(?<!\\)\$|\\(?:boxed|[(\[])")  # \$5 is a price
 # between boxes that are one answer: \boxed{1}, y = \boxed{2}; behind other words a box replaces the earlier ones
 BESIDE = re.compile(r"(?:[\s,;$&=\\()\[\]]|and\b|or\b|[A-Za-z](?![A-Za-z]))*")
 
@@ -51,8 +52,7 @@ def check_formula(value: Any, column: str) -> None:
 @functools.lru_cache(1 << 12)
 def _gold(answer: str) -> tuple[Any, ...]:
     """As LaTeX, which is looked for between dollars alone."""
-    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
-    return tuple(_parsed(answer if is_marked else f"${answer}$"))
+    return tuple(_parsed(answer if MARKED.search(answer) else f"${answer}$"))
 
 
 def _parsed(text: str) -> list[Any]:

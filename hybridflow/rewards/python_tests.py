@@ -124,8 +124,11 @@ class _Tests:
                 raise ValueError(f"has the class {name}, which is no unittest.TestCase; {RULE}")
         return made
 
+    def called(self, node: ast.AST) -> str:
+        return self.name_of(node.func) if isinstance(node, ast.Call) else ""
+
     def name_of(self, node: ast.expr) -> str:
-        """What is called, as `unittest.main` wherever that was imported from; .main of what is no name."""
+        """As `unittest.main` wherever that was imported from; .main of what is no name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         return f"{self.name_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
@@ -142,10 +145,10 @@ class _Tests:
                 return True
             case ast.Expr(value=value):
                 return _compares(value) or self._checks(value)
-            case ast.Try(body=body, handlers=handlers):
-                others = [*part.orelse, *part.finalbody, *(each for one in handlers for each in one.body)]
+            case ast.Try(handlers=handlers):
                 swallows = any(_catches_all(one) and not self.can_fail(one.body) for one in handlers)
-                return (not swallows and self.can_fail(body)) or self.can_fail(others)
+                others = [*part.orelse, *part.finalbody, *(each for one in handlers for each in one.body)]
+                return self.can_fail(others if swallows else [*part.body, *others])
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
                 return any(self._checks(item.context_expr) for item in items) or self.can_fail(body)
             case ast.If() | ast.For() | ast.AsyncFor():
@@ -158,13 +161,9 @@ class _Tests:
 
     def _checks(self, value: ast.expr) -> bool:
         """Whether a call in it fails by its name: of the text's own functions, of a package, or of a method."""
-        for node in ast.walk(value):
-            name = self.name_of(node.func) if isinstance(node, ast.Call) else ""
-            if name in self.says | EXITS or (
-                CHECKS.search(name) and not SILENT.match(name) and ("." in name or {name, "*"} & self.known)
-            ):
-                return True
-        return False
+        names = {self.called(node) for node in ast.walk(value)}
+        by_name = [name for name in names if CHECKS.search(name) and not SILENT.match(name)]
+        return bool(names & (self.says | EXITS)) or any("." in one or {one, "*"} & self.known for one in by_name)
 
 
 class _Asserting(ast.NodeTransformer):
@@ -174,12 +173,9 @@ class _Asserting(ast.NodeTransformer):
         self._tests, self._depth = tests, 0
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
-        value = node.value
-        name = self._tests.name_of(value.func) if isinstance(value, ast.Call) else ""
+        value, name = node.value, self._tests.called(node.value)
         given = value.args[0] if isinstance(value, ast.Call) and value.args else ast.Constant(None)
-        if name in EXITS and isinstance(given, ast.Call) and self._tests.name_of(given.func) in RUNNERS:
-            name = "unittest.main"
-        if name in RUNNERS:
+        if name in RUNNERS or (name in EXITS and self._tests.called(given) in RUNNERS):
             return ast.Pass()
         if name in EXITS and not self._depth:
             return ast.Assert(ast.UnaryOp(ast.Not(), given))

@@ -99,8 +99,7 @@ def _of_words(text: str) -> tuple[float, float | None]:
 
 
 def _pair(found: re.Match[str]) -> tuple[float, float | None]:
-    score, top = (None if text is None else float(text.replace(",", "")) for text in found.groups())
-    assert score is not None, "a value has a number"
+    score, top = (text and float(text.replace(",", "")) for text in found.groups())
     return score, top
 
 
