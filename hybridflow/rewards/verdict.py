@@ -99,8 +99,7 @@ def _of_words(text: str) -> tuple[float, float | None]:
 
 
 def _pair(found: re.Match[str]) -> tuple[float, float | None]:
-    score, top = (text and float(text.replace(",", "")) for text in found.groups())
-    return score, top
+    return float(found[1].replace(",", "")), float(found[2].replace(",", "")) if found[2] else None
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
