@@ -12,20 +12,18 @@ from dataclasses import dataclass, field
 
 from hybridflow.rollout.thinking import behind_thoughts
 
-FENCE = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
+# all of a run of marks, which is tried once: a line of 30,000 marks would take minutes
+MARKS = r"(?<!`)`{3,}+|(?<!~)~{3,}+"
+FENCE = re.compile(rf"(?P<before>.*?)(?P<fence>{MARKS})(?P<info>[\s{{.]*+(?P<language>[\w+#-]*+)[^`]*)")
 NO_TEXT = re.compile(r"[ \t>]*(?:(?:[-*+]|[0-9]{1,3}[.)])[ \t]+)?")  # before a fence: margin, quote, mark of a list
-LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
+LANGUAGE = re.compile(r"[ \t]*[A-Za-z][\w+#.:-]*")
 PYTHON = re.compile(r"(?:python|py)[0-9]*", re.IGNORECASE)
 BEGUN = re.compile(r"(?:`{3,}|~{3,})[ \t]*(?:python|py)[0-9]*[ \t]*\n\s*\Z", re.IGNORECASE)  # by the prompt
 
 
 @dataclass
 class FencedBlock:
-    """fence: that it begins with. margin: of that line. closed: it has an end."""
-
-    fence: str
-    margin: int
-    language: str
+    begin: re.Match[str]
     lines: list[str] = field(default_factory=list)
     closed: bool = False
 
@@ -36,61 +34,48 @@ class FencedBlock:
     @property
     def may_be_python(self) -> bool:
         """One without a language, or without an end, may be what a program prints, or words."""
-        if not self.text.strip() or (self.language and PYTHON.fullmatch(self.language) is None):
+        language = self.begin["language"]
+        if not self.text.strip() or (language and not PYTHON.fullmatch(language)):
             return False
-        return (self.closed and bool(self.language)) or _does_something(self.text)
+        return (self.closed and language != "") or _does_something(self.text)
 
 
 def program_in(response: str, prompt: str = "") -> str:
     """The last block of Python behind the thoughts; without one all of that. Nothing where a thought does not end."""
     begun = BEGUN.search(prompt)
-    said = behind_thoughts(response)
-    found = blocks((begun[0] if begun else "") + (said or ""))
-    return next((block.text for block in reversed(found) if block.may_be_python), said or "")
+    said = behind_thoughts(response) or ""
+    found = _blocks((begun[0] if begun else "") + said)
+    return next((block.text for block in reversed(found) if block.may_be_python), said)
 
 
-def blocks(text: str) -> list[FencedBlock]:
+def _blocks(text: str) -> list[FencedBlock]:
     """In their order."""
     found = list[FencedBlock]()
     for line in text.splitlines(keepends=True):
         block = found[-1] if found and not found[-1].closed else None
         fence = FENCE.fullmatch(line.rstrip())
-        if block is None:
-            if fence is not None and _begins(fence):
-                found.append(_block(fence))
-            continue
-        if fence is None or not fence["fence"].startswith(block.fence) or not _ends(fence, block):
+        if block and not (fence and _ends(fence, block.begin)):
             block.lines.append(line)
-            continue
-        block.closed = True
-        block.lines += [fence["before"] + "\n"] if fence["before"].strip() else []
-        if _is_language(fence["info"]):
-            found.append(_block(fence))
+        elif fence and block:
+            block.closed = True
+            block.lines += [fence["before"] + "\n"] if fence["before"].strip() else []
+            found += [FencedBlock(fence)] if LANGUAGE.fullmatch(fence["info"]) else []
+        elif fence and _begins(fence):
+            found.append(FencedBlock(fence))
     return found
-
-
-def _block(fence: re.Match[str]) -> FencedBlock:
-    language = LANGUAGE.match(fence["info"])
-    assert language is not None, "it matches no characters too"
-    return FencedBlock(fence["fence"], len(fence["before"]), language[1])
 
 
 def _begins(fence: re.Match[str]) -> bool:
     """At the beginning of a line with whatever behind it; behind words with a language at most."""
-    return NO_TEXT.fullmatch(fence["before"]) is not None or (
-        fence["fence"][0] == "`" and (not fence["info"] or _is_language(fence["info"]))
-    )
+    bare = fence["fence"][0] == "`" and (not fence["info"] or LANGUAGE.fullmatch(fence["info"]))
+    return bool(bare or NO_TEXT.fullmatch(fence["before"]))
 
 
-def _ends(fence: re.Match[str], block: FencedBlock) -> bool:
+def _ends(fence: re.Match[str], begin: re.Match[str]) -> bool:
     """Not deep within the text of a program; behind the last statement with nothing behind the fence."""
     if fence["before"].strip():
-        return fence["fence"] == block.fence and fence["fence"][0] == "`" and not fence["info"]
-    return len(fence["before"]) <= block.margin + 3
-
-
-def _is_language(info: str) -> bool:
-    return re.fullmatch(r"[ \t]*[A-Za-z][\w+#.:-]*", info) is not None
+        return fence["fence"] == begin["fence"] and fence["fence"][0] == "`" and not fence["info"]
+    return fence["fence"].startswith(begin["fence"]) and len(fence["before"]) <= len(begin["before"]) + 3
 
 
 def _does_something(text: str) -> bool:

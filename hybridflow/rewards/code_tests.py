@@ -59,7 +59,7 @@ def _tree(given: Any) -> Any:
 
 def _pairs(tree: Mapping[str, Any], column: str) -> list[Case]:
     """What the program reads and is to print."""
-    name, kind = tree.get("fn_name"), tree.get("testtype", "stdin")
+    name, kind = tree.get("fn_name"), tree.get("testtype") or "stdin"
     if name or kind != "stdin":
         found = f"fn_name = {name!r}" if name else f"testtype = {kind!r}"
         raise ValueError(f"column {column!r}: {found}: {CALLS} {name or 'f'}(1) == 2")

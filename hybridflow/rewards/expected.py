@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-KEYS = (
-    "target",
-    "ground_truth",
-    "answer",
-    "answers",
-    "value",
-    "aliases",
-    "text",
-)  # of dictionaries: verl's, TriviaQA's
+# of dictionaries: verl's, TriviaQA's
+KEYS = ("target", "ground_truth", "answer", "answers", "value", "aliases", "text")
 
 
 def alternatives(value: Any, column: str) -> list[Any]:
@@ -61,7 +54,6 @@ def texts(value: Any) -> set[str]:
     """The ways to write one answer."""
     if isinstance(value, bool):
         return {str(value), str(value).lower()}
-    written = {str(value).strip(), plain(value)}
-    if isinstance(value, float | Decimal) and "." in plain(value):
-        written.add(plain(value).rstrip("0").rstrip("."))
-    return written
+    written = plain(value)
+    has_places = isinstance(value, float | Decimal) and "." in written
+    return {str(value).strip(), written, written.rstrip("0").rstrip(".") if has_places else written}

@@ -10,10 +10,10 @@ import re
 from typing import Any
 
 from hybridflow.rewards.expected import alternatives, plain
-from hybridflow.rewards.numeric import said_at_last, taken_back
+from hybridflow.rewards.numeric import boxes, said_at_last, taken_back
 
 DIGIT = re.compile("[0-9]")
-BRACE = re.compile(r"\\boxed\{|[{}]")
+MARKED = re.compile(r"(?<!\\)\$|\\(?:boxed|[(\[])")  # \$5 is a price
 # between boxes that are one answer: \boxed{1}, y = \boxed{2}; behind other words a box replaces the earlier ones
 BESIDE = re.compile(r"(?:[\s,;$&=\\()\[\]]|and\b|or\b|[A-Za-z](?![A-Za-z]))*")
 
@@ -52,8 +52,7 @@ def check_formula(value: Any, column: str) -> None:
 @functools.lru_cache(1 << 12)
 def _gold(answer: str) -> tuple[Any, ...]:
     """As LaTeX, which is looked for between dollars alone."""
-    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
-    return tuple(_parsed(answer if is_marked else f"${answer}$"))
+    return tuple(_parsed(answer if MARKED.search(answer) else f"${answer}$"))
 
 
 def _parsed(text: str) -> list[Any]:
@@ -70,22 +69,11 @@ def _last_answer(response: str) -> str:
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
-    boxes = _boxes(text)
-    again = taken_back(text[boxes.get(start, start) :])
+    ends = boxes(text)
+    again = taken_back(text[ends.get(start, start) :])
     if again is not None:
         return f"${again.replace('$', '')}$"
-    for first, last in sorted(boxes.items(), reverse=True):
+    for first, last in sorted(ends.items(), reverse=True):
         if last <= start and BESIDE.fullmatch(text, last, start):
             start = first
-    return text[start:] if min(boxes, default=0) < start else text
-
-
-def _boxes(text: str) -> dict[int, int]:
-    """Where each box that ends begins and ends."""
-    found, opened = dict[int, int](), list[re.Match[str]]()
-    for brace in BRACE.finditer(text):
-        if brace[0] != "}":
-            opened.append(brace)
-        elif opened and len((first := opened.pop())[0]) > 1:
-            found[first.start()] = brace.end()
-    return found
+    return text[start:] if min(ends, default=0) < start else text

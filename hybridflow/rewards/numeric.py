@@ -19,6 +19,7 @@ from hybridflow.rollout.thinking import behind_thoughts
 TAKES_BACK = re.compile(
     r"\b(?:wait|actually|correct(?:ion|ed)|sorry|mistake|wrong|instead|rather|oops|no)\b", re.IGNORECASE
 )
+BRACE = re.compile(r"\\boxed\{|[{}]")
 ANSWER = re.compile(r"\banswer\s*(?:is|:|=)\s*([^\n]*?)(?=[.!?](?:\s|\Z)|\n|\Z)", re.IGNORECASE)
 
 
@@ -45,12 +46,19 @@ def number_in(text: str) -> Fraction | None:
 def boxed(text: str) -> str | None:
     """What stands in the last \\boxed{...}, with the braces in it paired; None where there is none that ends."""
     start = text.rfind("\\boxed{")
-    depth = 0
-    for place in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : place]
-    return None
+    end = boxes(text[start:]).get(0) if start >= 0 else None
+    return None if end is None else text[start:][len("\\boxed{") : end - 1]
+
+
+def boxes(text: str) -> dict[int, int]:
+    """Where each box that ends begins and ends."""
+    found, opened = dict[int, int](), list[re.Match[str]]()
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and len((first := opened.pop())[0]) > 1:
+            found[first.start()] = brace.end()
+    return found
 
 
 def numbers(value: Any, column: str) -> set[Fraction]:

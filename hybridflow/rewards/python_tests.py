@@ -24,7 +24,6 @@ RUNNERS = {"unittest.main", "pytest.main"}  # they end the process
 EXITS = {"exit", "quit", "sys.exit", "os._exit"}
 TRUTHS = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "isclose", "allclose", "array_equal"}
 CHECKS = re.compile("assert|check|compare|ensure|equal|expect|fail|must|raises|run|should|test|validate|verify")
-SILENT = re.compile(r"doctest\.(?:test|run)|print")
 CAUGHT = {"AssertionError", "Exception", "BaseException"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,6 +42,7 @@ assert not doctest.DocTestRunner(verbose=False).run(_found, out=lambda text: Non
 OF_PROGRAM = "import sys\nsys.modules['solution'] = sys.modules['__main__']\n"  # KodCode's tests import from solution
 
 
+@functools.lru_cache(64)  # for the responses to a prompt: of HumanEval+ a text takes a second
 def deciding(text: str, column: str, entry_point: str | None = None) -> str | None:
     """What is to follow the program; None where no statement that runs can fail by what the program does.
 
@@ -50,43 +50,36 @@ def deciding(text: str, column: str, entry_point: str | None = None) -> str | No
     for a text that fails for each program.
     """
     try:
-        return _looked_at(text, column, entry_point)
-    except (RecursionError, MemoryError):  # too deep to look at
-        return text
-
-
-def _looked_at(text: str, column: str, entry_point: str | None) -> str | None:
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
+        return _followed(tree, entry_point)
+    except (RecursionError, MemoryError):  # too deep to look at
+        return text
     except (SyntaxError, ValueError) as error:
-        if ">>>" in text:
+        if isinstance(error, SyntaxError) and ">>>" in text:
             return _of_doctest(text, column)
-        raise _refused(text, column, f"is no Python: {error}") from error
-    missing = _missing_module(tree)
-    if missing is not None:
-        raise _refused(text, column, f"imports {missing}, which is not installed here")
+        why = f"is no Python: {error}" if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"column {column!r}: {text[:200]!r} {why}") from error
+
+
+def _followed(tree: ast.Module, entry_point: str | None) -> str | None:
+    modules = _modules(tree)
+    missing = [name for name in sorted(modules - {"solution", "__main__"}) if not _is_installed(name)]
+    if missing:
+        raise ValueError(f"imports {missing[0]}, which is not installed here")
     tests = _Tests(tree)
-    try:
-        calls = tests.calls(entry_point)
-    except ValueError as error:
-        raise _refused(text, column, str(error)) from error
+    calls = tests.calls(entry_point)
     if not calls and not tests.can_fail(tree.body):
         return None
-    head = OF_PROGRAM if "solution" in _modules(tree) else ""
-    return f"{head}{ast.unparse(ast.fix_missing_locations(_Asserting(tests).visit(tree)))}\n{calls}"
-
-
-def _refused(text: str, column: str, why: str) -> ValueError:
-    return ValueError(f"column {column!r}: {text[:200]!r} {why}")
+    return f"{OF_PROGRAM if 'solution' in modules else ''}{ast.unparse(_Asserting(tests).visit(tree))}\n{calls}"
 
 
 def _of_doctest(text: str, column: str) -> str | None:
     try:
         examples = doctest.DocTestParser().get_examples(text)
     except ValueError as error:
-        raise _refused(text, column, f"is no doctest: {error}") from error
+        raise ValueError(f"column {column!r}: {text[:200]!r} is no doctest: {error}") from error
     return RUN_DOCTEST.format(text=text) if any(example.want for example in examples) else None
 
 
@@ -118,17 +111,23 @@ class _Tests:
                 if _num_needed(one) or isinstance(one, ast.AsyncFunctionDef):
                     raise ValueError(f"has {name}, which is async or has arguments that nothing gives; {RULE}")
                 made += TRUE.format(call=f"{name}()")
-        cases = [name for name in self.classes if self._is_case(name, set())]
-        methods = [part.name for one in self.classes.values() for part in one.body if isinstance(part, Function)]
+        cases = list[str]()
+        for name, kind in self.classes.items():
+            bases = map(self.name_of, kind.bases)
+            cases += [name] if any(base.endswith("TestCase") or base in cases for base in bases) else []
+        methods = [part.name for kind in self.classes.values() for part in kind.body if isinstance(part, Function)]
         if cases and any(name.startswith("test") for name in methods):
             made += RUN_CASES.format(names=", ".join(cases))
-        for name in self.classes.keys() - self.read - set(cases):
+        for name in self.classes.keys() - self.read - {*cases}:
             if name.startswith("Test"):
                 raise ValueError(f"has the class {name}, which is no unittest.TestCase; {RULE}")
         return made
 
+    def called(self, node: ast.AST) -> str:
+        return self.name_of(node.func) if isinstance(node, ast.Call) else ""
+
     def name_of(self, node: ast.expr) -> str:
-        """What is called, as `unittest.main` wherever that was imported from; .main of what is no name."""
+        """As `unittest.main` wherever that was imported from; .main of what is no name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         return f"{self.name_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
@@ -145,10 +144,10 @@ class _Tests:
                 return True
             case ast.Expr(value=value):
                 return _compares(value) or self._checks(value)
-            case ast.Try(body=body, handlers=handlers):
-                others = [*part.orelse, *part.finalbody, *(each for one in handlers for each in one.body)]
+            case ast.Try(handlers=handlers):
                 swallows = any(_catches_all(one) and not self.can_fail(one.body) for one in handlers)
-                return (not swallows and self.can_fail(body)) or self.can_fail(others)
+                others = [*part.orelse, *part.finalbody, *(each for one in handlers for each in one.body)]
+                return self.can_fail(others if swallows else [*part.body, *others])
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
                 return any(self._checks(item.context_expr) for item in items) or self.can_fail(body)
             case ast.If() | ast.For() | ast.AsyncFor():
@@ -161,18 +160,9 @@ class _Tests:
 
     def _checks(self, value: ast.expr) -> bool:
         """Whether a call in it fails by its name: of the text's own functions, of a package, or of a method."""
-        for node in ast.walk(value):
-            name = self.name_of(node.func) if isinstance(node, ast.Call) else ""
-            if name in self.says | EXITS or (
-                CHECKS.search(name) and not SILENT.match(name) and ("." in name or {name, "*"} & self.known)
-            ):
-                return True
-        return False
-
-    def _is_case(self, name: str, seen: set[str]) -> bool:
-        bases = {self.name_of(base) for base in self.classes[name].bases}
-        own = (bases & self.classes.keys()) - seen
-        return any(base.endswith("TestCase") for base in bases) or any(self._is_case(base, seen | own) for base in own)
+        names = {self.called(node) for node in ast.walk(value)}
+        by_name = [name for name in names if CHECKS.search(name) and not name.startswith("doctest.")]
+        return bool(names & (self.says | EXITS)) or any("." in one or {one, "*"} & self.known for one in by_name)
 
 
 class _Asserting(ast.NodeTransformer):
@@ -182,12 +172,9 @@ class _Asserting(ast.NodeTransformer):
         self._tests, self._depth = tests, 0
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
-        value = node.value
-        name = self._tests.name_of(value.func) if isinstance(value, ast.Call) else ""
+        value, name = node.value, self._tests.called(node.value)
         given = value.args[0] if isinstance(value, ast.Call) and value.args else ast.Constant(None)
-        if name in EXITS and isinstance(given, ast.Call) and self._tests.name_of(given.func) in RUNNERS:
-            name = "unittest.main"
-        if name in RUNNERS:
+        if name in RUNNERS or (name in EXITS and self._tests.called(given) in RUNNERS):
             return ast.Pass()
         if name in EXITS and not self._depth:
             return ast.Assert(ast.UnaryOp(ast.Not(), given))
@@ -227,13 +214,9 @@ def _running(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Each name that is imported, and what it is in full."""
     for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
-        elif isinstance(node, ast.Import):
-            first = [one.name.partition(".")[0] for one in node.names]
-            yield from (
-                (one.asname or own, one.name if one.asname else own) for one, own in zip(node.names, first, strict=True)
-            )
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((one.asname or one.name, package + one.name) for one in node.names)
 
 
 def _modules(tree: ast.Module) -> set[str]:
@@ -241,10 +224,6 @@ def _modules(tree: ast.Module) -> set[str]:
     plain = {alias.name for part in tree.body if isinstance(part, ast.Import) for alias in part.names}
     others = {part.module or "" for part in tree.body if isinstance(part, ast.ImportFrom) and not part.level}
     return {name.partition(".")[0] for name in plain | others}
-
-
-def _missing_module(tree: ast.Module) -> str | None:
-    return next((name for name in sorted(_modules(tree) - {"solution", "__main__"}) if not _is_installed(name)), None)
 
 
 @functools.cache

@@ -21,21 +21,24 @@ from hybridflow.rollout.thinking import behind_thoughts
 MARKS = re.compile(r"""[*_`~$"'{}\[\]]|\\boxed""")
 DECIMAL_COMMA = re.compile(r"(?<![\w,.])([0-9]+(?=,(?:[0-9]{1,2}|[0-9]{4,})(?![\w,]))|0(?=,[0-9]{3}(?![\w,]))),")
 NUMBER = rf"(?:(?<![\w.)])[-+])?(?<![\w.]){DECIMAL}(?!\w)"
-VALUE = re.compile(rf"({NUMBER})(?:\s*(?:/|\bout of\b)\s*({NUMBER}))?")
+VALUE = re.compile(rf"({NUMBER})(?:\s*(?:(?:point|mark|star)s?\s*)?(?:/|\bout of\b)\s*({NUMBER}))?")
 # what a judge counts or numbers, and what a scale goes from and to
 THINGS = "step|part|claim|version|question|section|line|item|example|criterion|response|answer|candidate|option|point"
 COUNTED = (
     r"error|flaw|mistake|issue|problem|part|step|claim|word|sentence|paragraph|example|time|fact|detail|reason|section"
 )
 NO_SCORE = re.compile(
-    rf"\b(?:{THINGS})s?\s+#?[0-9]+(?:\s*(?:,|and|or|to|-)\s*[0-9]+)*\b|\b[0-9]+\s+(?:[a-z]+\s+)?(?:{COUNTED})s?\b"
-    rf"|(?:\b(?:from|between|scale of)\s+)?(?<![\w.]){DECIMAL}\s*(?:-|\u2013|\bto\b|\band\b)\s*{DECIMAL}(?!\w)",
+    rf"\b(?:{THINGS})s?[ ]+#?[0-9]+(?:[ ]*(?:,|and|or|to|-)[ ]*[0-9]+)*\b|\b[0-9]+[ ]+(?:[a-z]+[ ]+)?(?:{COUNTED})s?\b"
+    rf"|\b(?:max(?:imum)?|highest|lowest)\b[^.\n:=0-9]{{0,30}}(?:[:=]|\bis\b)[ ]*{DECIMAL}(?!\w)"
+    rf"|(?:\b(?:from|between|scale of)[ ]+)?(?<![\w.]){DECIMAL}[ ]*(?:-|\u2013|\bto\b|\band\b)[ ]*{DECIMAL}(?!\w)",
     re.IGNORECASE,
 )
 IN_BRACKETS = re.compile(r"\([^()]*\)")
-NAME = re.compile(r"scor|rating|grade|verdict|overall|reward|judge?ment", re.IGNORECASE)
+NAMES = "scores?|ratings?|grade|verdict|overall|reward|judge?ment"
+NAME = re.compile(NAMES, re.IGNORECASE)
+TAG = re.compile(rf"<(/?)(\w*(?:{NAMES}))>", re.IGNORECASE)  # <score>8</score>
 LABEL = re.compile(
-    r"(?:\b(?:scores?|ratings?|grade|verdict|overall|reward|judge?ment)\b[^.\n:=0-9]{0,30}(?:\([^()]*\))?\s*"
+    rf"(?:\b(?:{NAMES})\b[^.\n:=0-9]{{0,30}}(?:\([^()]*\))?\s*"
     r"(?:[:=\uff1a]|\bis\b)|\bI(?:d| would| will|ll)? (?:give|rate|score|grade|assign|award)\b[^.\n0-9]{0,30})\s*"
     r"(?=[-+.0-9])",
     re.IGNORECASE,
@@ -68,16 +71,16 @@ def _checked(score: float, top: float | None, lowest: float, highest: float) -> 
 
 def _of_words(text: str) -> tuple[float, float | None]:
     """A number, and what it is out of."""
-    plain = DECIMAL_COMMA.sub(r"\1.", MARKS.sub("", text.replace("\u2212", "-")))
+    text = TAG.sub(lambda tag: "\n" if tag[1] else f"\n{tag[2].replace('_', ' ')}: ", text)
+    plain = NO_SCORE.sub("_", DECIMAL_COMMA.sub(r"\1.", MARKS.sub("", text.replace("\u2212", "-"))))
     labelled = [
         (found, bool(FINAL.search(plain, max(0, label.start() - NEAR), label.end())))
         for label in LABEL.finditer(plain)
-        if (found := VALUE.match(plain, label.end())) and not NO_SCORE.match(plain, label.end())
+        if (found := VALUE.match(plain, label.end()))
     ]
     named = [found for found, is_final in labelled if is_final] or [found for found, _ in labelled]
-    plain = NO_SCORE.sub(" ", plain)
     outside = IN_BRACKETS.sub(" ", plain)
-    plain = (outside if VALUE.search(outside) else plain).rstrip(" \t\n.!;:)")
+    plain = (outside if VALUE.search(outside) else plain).rstrip(" \t\n.!;:)_")
     values = list(VALUE.finditer(plain))
     if not values and not named:
         raise ValueError("the judge gives no number")
@@ -96,9 +99,7 @@ def _of_words(text: str) -> tuple[float, float | None]:
 
 
 def _pair(found: re.Match[str]) -> tuple[float, float | None]:
-    score, top = (None if text is None else float(text.replace(",", "")) for text in found.groups())
-    assert score is not None, "a value has a number"
-    return score, top
+    return float(found[1].replace(",", "")), float(found[2].replace(",", "")) if found[2] else None
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
@@ -118,12 +119,13 @@ def _objects(text: str) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
 def _of_object(tree: Mapping[str, Any]) -> tuple[float, float | None] | None:
     """Of the key with such a name, or the only number. Errors: ValueError where there are several."""
     there = {key: pair for key, value in tree.items() if (pair := _of_value(value)) is not None}
-    named = {key: pair for key, pair in there.items() if NAME.search(key)}
-    final = {key: pair for key, pair in named.items() if FINAL.search(key)}
-    found = set((final or named or there).values())
-    if len(found) > 1:
-        raise ValueError(f"the judge gives several numbers: {', '.join(final or named or there)}")
-    return next(iter(found), None)
+    named = {key: there[key] for key in there if NAME.search(key)}
+    final = {key: there[key] for key in named if FINAL.search(key)}
+    exact = {key: there[key] for key in named if NAME.fullmatch(key)}  # beside max_score
+    best = final or exact or named or there
+    if len({*best.values()}) > 1:
+        raise ValueError(f"the judge gives several numbers: {', '.join(best)}")
+    return next(iter(best.values()), None)
 
 
 def _of_value(value: Any) -> tuple[float, float | None] | None:

@@ -12,6 +12,7 @@ import pytest
 from hybridflow.rewards import code, passes_tests
 from hybridflow.rewards.code import RUNNER
 from hybridflow.rewards.code_blocks import program_in
+from hybridflow.rewards.python_tests import deciding
 
 GOOD = "def f(x):\n    return x + 1\n"
 TEST = "assert f(1) == 2"
@@ -64,6 +65,13 @@ def test_the_last_block_of_python_is_the_program(response: str, expected: str) -
 def test_a_block_that_the_prompt_has_begun() -> None:
     assert program_in(f"{PROGRAM}{FENCE}\nas you wished", f"Write it.\n{FENCE}python\n") == PROGRAM
     assert passed(f"Sure:\n{FENCE}python\n{GOOD}{FENCE}\nas you wished") == 1.0
+
+
+@pytest.mark.parametrize("line", ["`" * 30_000 + "x`", "~" * 30_000 + "`", f"{FENCE}{' ' * 30_000}`"])
+def test_a_line_of_marks_takes_no_time(line: str) -> None:
+    started = time.process_time()
+    assert program_in(line) == line
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize(
@@ -128,6 +136,7 @@ ASSERTS = ["assert f(1) == 2", "assert f(2) == 3"]
         (SUMS | {"fn_name": None}, ADDS),
         ({"inputs": [["1 2"], "3 4"], "outputs": [["3"], "7"]}, ADDS),
         (json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}, {"input": "3 4", "output": "7"}]), ADDS),
+        ([{"input": "1 2", "output": "3", "testtype": None}], ADDS),
         (json.dumps(ASSERTS), GOOD),
         ("[f(x) for x in (1, 2)] == [2, 3] or exit(1)", GOOD),
         (json.dumps(["import math", "assert f(1) == 2"]), GOOD),
@@ -196,6 +205,7 @@ def test_tests_that_are_defined_or_compared_decide(tests: Any) -> None:
 def test_a_check_is_called_with_the_rows_entry_point() -> None:
     columns = {"tests": [DEFINES] * 2, "entry_point": ["f", "g"]}
     assert passes_tests(["p"] * 2, [GOOD] * 2, columns) == [1.0, 0.0]
+    assert deciding(DEFINES, "tests", "f") is deciding(DEFINES, "tests", "f"), "read once for all responses to a prompt"
 
 
 @pytest.mark.parametrize("tests", ["while True: pass", "import os\nwhile True: os.getpid()"])

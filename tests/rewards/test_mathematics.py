@@ -28,6 +28,7 @@ from hybridflow.rewards import math_equal
         ("\\boxed{5} or \\boxed{", "5", 1.0),
         ("so 5 \\boxed{7", "5", 0.0),
         ("<think>\\boxed{5}</think>The answer is $6$.", "6", 1.0),
+        ("\\boxed{\\$32,348}", "\\$32,\\!348", 1.0),
         ("0.0000001", 1e-7, 1.0),
         ("10000000000000000000000", 1e22, 1.0),
         ("4", ["5", "4"], 1.0),

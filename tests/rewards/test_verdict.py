@@ -34,6 +34,13 @@ from hybridflow.rewards.verdict import verdict
         ('{"a_score": 3, "b_score": 4, "overall_score": 5}', 5.0),
         ('{"verdict": {"score": 3}, "errors": 2}', 3.0),
         ("{'score': 6, 'reason': '2 errors'}", 6.0),
+        ("8 points out of 10", 8.0),
+        ("Score: 8\nReason: 5 of 6 hold.", 8.0),
+        ("### Response\n8", 8.0),
+        ("Score: 8\n- 2 good ideas, of which 1 is new", 8.0),
+        ("I give it 7. The maximum score is 10.", 7.0),
+        ("2 of 3 hold.\n<overall_score>8</overall_score>\n<reason>1 does not</reason>", 8.0),
+        ('{"score": 8, "max_score": 10}', 8.0),
     ],
 )
 def test_a_judges_score_is_found_by_its_place(says: str, expected: float) -> None:
