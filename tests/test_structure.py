@@ -29,6 +29,7 @@ FLOORS: dict[int, list[str]] = {
         "parallel.layout",
         "parallel.ranks",
         "parallel.seeds",
+        "parallel.streams",
         "config",
         "config.*",
         "cli.command",
@@ -102,6 +103,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.parallel.agent",
     "hybridflow.parallel.proxies",
     "hybridflow.parallel.rank_log",
+    "hybridflow.parallel.streams",  # how Python reads text
     "hybridflow.parallel.versions",
     "hybridflow.cli.chat",  # before torch is loaded
     "hybridflow.config.hub",  # before huggingface_hub is loaded

@@ -268,7 +268,7 @@ def write_adapter_weights(directory: Path, tensors: Mapping[str, Tensor]) -> Non
 
 
 def write_adapter_config(directory: Path, spec: ModelSpec, head: Head) -> None:
-    (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n", encoding="utf-8")
 
 
 def adapter_names(spec: ModelSpec, head: Head) -> list[str]:

@@ -269,7 +269,7 @@ def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
 
 
 def _with(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(as_yaml(tree))
         file.flush()
         return read_tree(file.name, overrides)
@@ -293,7 +293,7 @@ def _write(file: Path, text: str) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".config.")
-        with os.fdopen(descriptor, "w") as written:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
             written.write(text)
         Path(name).chmod(0o644)
         os.replace(name, file)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.parallel.proxies import keep_loopback_direct
+from hybridflow.parallel.streams import speak_utf8
 
 # name -> (module whose main(arguments) runs it, what it does); in the order in which a person needs them
 COMMANDS = {
@@ -34,6 +35,7 @@ SUFFIXES = (".yaml", ".yml")
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
+    speak_utf8()
     keep_loopback_direct()
     if not given:
         print(_overview(), file=sys.stderr)

@@ -22,6 +22,7 @@ import yaml
 from hybridflow.errors import ConfigError
 
 BASE = "base"
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand more than once
 
 
 def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
@@ -47,10 +48,10 @@ def _base_file(path: Path, base: str) -> Path:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = _loaded(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # also of bytes that are no UTF-8
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
@@ -117,9 +118,44 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def read_value(text: str, source: str) -> Any:
     """What a YAML value says, from `source`. Errors: ConfigError where it is none."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _loaded(text, source)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: the value is not YAML: {error}") from error
+
+
+def _loaded(text: str, source: str) -> Any:
+    """What a YAML text says. Errors: YAMLError, ValueError; ConfigError where a key stands twice in one mapping."""
+    loader = yaml.SafeLoader(text)
+    try:
+        document = loader.get_single_node()
+        if document is None:
+            return None
+        _check_keys(document, loader, source)
+        return loader.construct_document(document)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(document: yaml.Node, loader: yaml.SafeLoader, source: str) -> None:
+    """PyYAML takes the last of equal keys without a word. Errors: ConfigError with the key and both lines."""
+    left, seen = [(document, "")], set[int]()
+    while left:
+        node, path = left.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue  # an alias stands for a node that is known
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += [(item, f"{path}{place}.") for place, item in enumerate(node.value)]
+            continue
+        lines: dict[object, int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                name, line = loader.construct_object(key), key.start_mark.line + 1
+                if name in lines:
+                    where = f"line {line}" if line == lines[name] else f"lines {lines[name]} and {line}"
+                    raise ConfigError(f"{source}: {path}{key.value} stands twice, in {where}: a key has one value")
+                lines[name] = line
+            left.append((value, f"{path}{key.value}."))
 
 
 def set_key(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

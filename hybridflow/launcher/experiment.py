@@ -80,7 +80,8 @@ def read_experiment(
             cwd=directory,
             env={**os.environ, **environment},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except OSError as error:
         raise LaunchError(f"--python {python}: cannot be started: {error.strerror}") from error

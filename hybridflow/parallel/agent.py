@@ -88,7 +88,7 @@ def write_error(file: str, text: str) -> bool:
     """As torch's agents read the error of a rank, and show it as the root cause. False where the disk takes nothing."""
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
     except OSError:
         return False
     return True
