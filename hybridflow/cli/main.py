@@ -6,8 +6,8 @@ hybridflow CONFIG.yaml ...           the same as `hybridflow train CONFIG.yaml .
 
 import difflib
 import importlib
+import os
 import sys
-from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.parallel.proxies import keep_loopback_direct
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _is_config(first: str, rest: list[str]) -> bool:
     """Whether a config stands where a command could: also behind options."""
     words = [first, *rest] if first.startswith("-") else [first]
-    return any(word.endswith(SUFFIXES) or Path(word).is_file() for word in words)
+    return any(word.endswith(SUFFIXES) or (os.path.exists(word) and not os.path.isdir(word)) for word in words)
 
 
 def _unknown(first: str) -> str:

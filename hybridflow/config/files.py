@@ -2,17 +2,19 @@
 
 A config may build on one other file:
 
-    base: quickstart_grpo.yaml           # counted from the directory of this file
+    base: quickstart_grpo.yaml           # counted from the directory of this file, or from the working directory
     name: my_run
     algorithm: {name: dr_grpo}           # another name: the section of the base is replaced as a whole
     reference: null                      # replaces the section
 
 Mappings merge by key; everything else replaces what the base says: lists, null and the empty mapping {}. A section
 `algorithm` of another name than the base's replaces that section, since their keys differ; a base's section without a
-name is ppo's. A base has no other base. Overrides come last.
+name is ppo's. A base has no other base. Overrides come last. The working directory counts for a config from a pipe.
 """
 
+import functools
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,13 +44,25 @@ def base_file(path: str | Path) -> Path | None:
     return _base_file(Path(path), base) if isinstance(base, str) else None
 
 
+def is_lasting(path: str | Path) -> bool:
+    """Whether every process that opens the path reads the same: no pipe, and no open file of this process."""
+    return os.path.isfile(path) and not str(path).startswith(("/dev/", "/proc/"))
+
+
 def _base_file(path: Path, base: str) -> Path:
-    return path.parent / Path(base).expanduser()
+    return (path.parent if is_lasting(path) else Path.cwd()) / Path(base).expanduser()
+
+
+@functools.cache
+def _text_of_pipe(path: Path) -> str:
+    """A pipe gives the text once, and a config is read several times."""
+    return path.read_text(encoding="utf-8")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = _loaded(path.read_text(encoding="utf-8"), str(path))
+        text = _text_of_pipe(path) if path.exists() and not is_lasting(path) else path.read_text(encoding="utf-8")
+        tree = _loaded(text, str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # also of bytes that are no UTF-8
