@@ -78,7 +78,7 @@ def read_experiment(
         done = subprocess.run(
             [*command, "--for-launch"],
             cwd=directory,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "PYTHONIOENCODING": "utf-8:backslashreplace"},
             capture_output=True,
             encoding="utf-8",
             errors="replace",
