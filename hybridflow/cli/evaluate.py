@@ -256,10 +256,14 @@ def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
     directory = Path(fetched(found.model, "RUN_OR_MODEL"))
     spec = spec_that_talks(directory)
     by_template, arguments = prompts_of_run(found.run or directory)
-    if by_template is None:
+    from hybridflow.data.first_rows import hold_conversations  # it loads numpy and more
+
+    if by_template is None or (not by_template and any(hold_conversations(named_set(x)[1], {}) for x in options.data)):
         from hybridflow.data.tokenizers import load_tokenizer  # it loads transformers, for seconds
 
         by_template = load_tokenizer(directory).chat_template is not None
+    how = "by the chat template" if by_template else "as texts, without a chat template"
+    print(f"prompts are read {how}; data.chat_template={str(not by_template).lower()} changes it", flush=True)
     return bare_tree(
         max_positions=spec.max_positions,
         max_tokens=options.max_tokens or MAX_TOKENS,

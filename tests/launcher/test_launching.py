@@ -82,8 +82,9 @@ def test_commands_and_environment_of_each_host() -> None:
     experiment = Experiment(3, environment={"NCCL_DEBUG": "WARN", "HF_HOME": "/hf"}, grace_seconds=60)
     torchrun = Torchrun(given, experiment, [A, B, C], "10.0.0.1", 29500, restarts=2)
     expected = (
-        "/opt/python -u -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr 10.0.0.1 "
-        "--master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 -m hybridflow.train x.yaml seed=1"
+        "/opt/python -u -P -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 "
+        "--master-addr 10.0.0.1 --master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 "
+        "-m hybridflow.train x.yaml seed=1"
     )
     assert torchrun.command(C) == expected.split()
     assert [torchrun.offset(host) for host in (A, B, C)] == [0, 8, 16]
@@ -97,6 +98,7 @@ def test_commands_and_environment_of_each_host() -> None:
         "HYBRIDFLOW_RESTARTS": "2",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
     }
     own = options("x.yaml", "--env", "GLOO_SOCKET_IFNAME=eth9", "--env", "OMP_NUM_THREADS=4")
     assert Torchrun(own, experiment, [A, B], "h", 1).environment(A, "ib0")["GLOO_SOCKET_IFNAME"] == "eth9"
