@@ -146,7 +146,9 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
     try:
         said: dict[str, Any] = parse_json(file.read_bytes(), f"{key} = {path}: {file.name} is not JSON: ")
     except FileNotFoundError as error:
-        raise ConfigError(f"{key} = {path}: no {CONFIG} there; it is what PEFT's save_pretrained writes") from error
+        own = f"; this run's is {path / 'adapter'}" if (path / "adapter" / CONFIG).is_file() else ""
+        told = f"{key} = {path}: no {CONFIG} there; it is what PEFT's save_pretrained writes{own}"
+        raise ConfigError(told) from error
     except (OSError, CheckpointError) as error:
         raise ConfigError(f"{key} = {path}: {file} cannot be read: {error}") from error
     for field, allowed in NEUTRAL.items():

@@ -55,6 +55,7 @@ def test_config_overrides_and_the_rest() -> None:
         (["--config", "x.yaml", "y.yaml"], "'y.yaml' is no override"),
         (["x.yaml", "--nnodes", "3:2"], "--nnodes 3:2: MIN is 1 or more, and MAX no less"),
         (["x.yaml", "--nnodes", "two"], "--nnodes two: a number of hosts, or MIN:MAX"),
+        (["/dev/stdin"], "/dev/stdin: is no file"),
         (["x.yaml", "--env", "1A=x"], "'1A' is no name of a variable"),
         (["x.yaml", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: is not set here; --env NOT_SET_HERE=VALUE sets it"),
     ],
