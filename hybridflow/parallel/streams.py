@@ -48,15 +48,19 @@ class _KeptStream:
             LOG.warning("%s cannot be written: %s; the run continues", self._name, error.strerror, extra=IN_FILES_ALONE)
 
 
-def speak_utf8() -> None:
-    """Texts, names of files and child processes are UTF-8, whatever the locale says; the terminal's encoding stays.
-
-    Python decides so at its start alone, so a command in another locale begins anew. A letter that the terminal's
-    encoding lacks is shown as an escape.
-    """
+def escape_letters() -> None:
+    """A letter that the terminal's encoding lacks is shown as an escape, and is no error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def speak_utf8() -> None:
+    """Texts, names of files and child processes are UTF-8, whatever the locale says; the terminal's encoding stays.
+
+    Python decides so at its start alone, so a command in another locale begins anew.
+    """
+    escape_letters()
     if sys.getfilesystemencoding() == "utf-8" or not _is_command(Path(sys.argv[0])):
         return
     os.environ.setdefault("PYTHONIOENCODING", f"{getattr(sys.stdout, 'encoding', 'utf-8')}:backslashreplace")
