@@ -8,6 +8,8 @@ if sys.version_info < (3, 11):  # noqa: UP036 (whatever Python a user has at han
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of launch/
 
 from hybridflow.launcher.main import main  # noqa: E402
+from hybridflow.parallel.streams import speak_utf8  # noqa: E402
 
 if __name__ == "__main__":
+    speak_utf8()
     sys.exit(main())

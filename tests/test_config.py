@@ -75,6 +75,7 @@ def load(**changes: Any) -> ExperimentConfig:
 def test_a_minimal_config_gets_the_defaults(config_file) -> None:
     config = ExperimentConfig.from_yaml(config_file())
     assert config.seed == 0
+    assert load(seed=2**63 - 1, name="n" * 232).seed == 2**63 - 1
     assert config.data.prompt_key == "prompt"
     assert config.actor.optimizer.lr == 1e-5
     assert config.actor.optimizer.betas == (0.9, 0.95)
@@ -213,6 +214,11 @@ def test_every_problem_is_told_at_once(config_file) -> None:
         ("seed", -1, "greater than or equal to 0"),
         ("name", "a/b", "pattern"),
         ("name", "", "pattern"),
+        ("seed", 2**63, "below 2**63"),
+        ("name", "é" * 117, "234 bytes are too long for a file's name: at most 232"),
+        ("actor.model", "models/" + "m" * 256, "at most 255"),
+        ("data.train", "t" * 256, "at most 255"),
+        ("data.heldout", ["t" * 256], "at most 255"),
         ("data.prompts_per_iteration", "many", "integer"),
         ("data.overlong_prompts", "truncate", "'drop' or 'error'"),
         ("sampling.temperature", 0, "greater than 0"),

@@ -1,5 +1,7 @@
-"""`base:` of a config: what merges, what replaces, and what a wrong base is told."""
+"""Config files: keys that stand twice, pipes, and `base:`, what merges, what replaces, what a wrong base is told."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import yaml
 
 from hybridflow.cli.data import main as data
+from hybridflow.cli.piped_config import check_one_reader, file_for_ranks
 from hybridflow.cli.plan import main as plan
 from hybridflow.config import read_tree
 from hybridflow.errors import ConfigError
@@ -78,6 +81,57 @@ def test_a_home_directory_and_an_absolute_path_are_bases(tmp_path: Path, monkeyp
     for base in ("~/base.yaml", tmp_path / "base.yaml"):
         (tmp_path / "mine" / "config.yaml").write_text(f"base: {base}\n")
         assert read_tree(tmp_path / "mine" / "config.yaml") == {"seed": 3}
+
+
+TWICE = {
+    "in a section": ("actor:\n  lr: 1\n  model: m\n  lr: 2\n", "actor.lr stands twice, in lines 2 and 4"),
+    "a section": ("actor: {lr: 1}\nseed: 1\n'actor': {lr: 2}\n", "actor stands twice, in lines 1 and 3"),
+    "in a list of one line": ("a: [{b: 1}, {b: 1, b: 1}]\n", "a.1.b stands twice, in line 1"),
+    "numbers": ("a: {16: x,\n 0x10: y}\n", "a.0x10 stands twice, in lines 1 and 2"),
+    "under an anchor": ("a: &a {b: 1}\nc: {<<: *a, d: &d {e: 1, e: 1}}\n", "c.d.e stands twice"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), TWICE.values(), ids=TWICE)
+def test_a_key_stands_once(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "base.yaml").write_text(text)
+    (tmp_path / "mine.yaml").write_text("base: base.yaml\n")
+    for file in ("base.yaml", "mine.yaml"):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read_tree(tmp_path / file)
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"override 'x=\{a: 1, a: 2\}': a stands twice, in line 1"):
+        read_tree(tmp_path / "mine.yaml", ["x={a: 1, a: 2}"])
+
+
+def test_merge_keys_and_aliases_are_no_equal_keys(tmp_path: Path) -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {z: 3}\nc: {<<: *a, <<: *b, y: 2}\nd: [*a, *a]\n1: x\n'1': y\n"
+    (tmp_path / "config.yaml").write_text(text)
+    tree = read_tree(tmp_path / "config.yaml")
+    assert tree["c"] == {"x": 1, "y": 2, "z": 3} and tree["d"] == [tree["a"]] * 2 and (tree[1], tree["1"]) == ("x", "y")
+
+
+def test_a_pipe_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base counts from the working directory; ranks get a file. Several that begin by themselves are refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("seed: 3\nactor: {lr: 1}\n")
+    read, write = os.pipe()
+    os.write(write, b"base: base.yaml\nname: piped\n")
+    os.close(write)
+    pipe, merged = f"/dev/fd/{read}", {"seed": 3, "actor": {"lr": 1}, "name": "piped"}
+    assert [read_tree(pipe), read_tree(pipe, ["seed=4"])] == [merged, merged | {"seed": 4}]
+    with file_for_ranks(pipe) as file:
+        assert yaml.safe_load(Path(file).read_text()) == merged
+    assert not Path(file).exists()
+    with file_for_ranks("base.yaml") as file:
+        assert file == "base.yaml"
+    check_one_reader(pipe)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_one_reader("base.yaml")
+    with pytest.raises(ConfigError, match=f"{pipe}: is no file, and each of 2 ranks"):
+        check_one_reader(pipe)
+    os.close(read)
 
 
 WRONG = {

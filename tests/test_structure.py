@@ -29,6 +29,7 @@ FLOORS: dict[int, list[str]] = {
         "parallel.layout",
         "parallel.ranks",
         "parallel.seeds",
+        "parallel.streams",
         "config",
         "config.*",
         "cli.command",
@@ -102,6 +103,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.parallel.agent",
     "hybridflow.parallel.proxies",
     "hybridflow.parallel.rank_log",
+    "hybridflow.parallel.streams",  # how Python reads text
     "hybridflow.parallel.versions",
     "hybridflow.cli.chat",  # before torch is loaded
     "hybridflow.config.hub",  # before huggingface_hub is loaded
@@ -223,6 +225,7 @@ def violations(tree: dict[str, str]) -> list[str]:
         *too_long(tree),
         *without_names(tree),
         *many_generate(tree),
+        *texts_of_no_encoding(tree),
     ]
 
 
@@ -509,6 +512,31 @@ def many_generate(tree: dict[str, str]) -> list[str]:
     )
 
 
+def texts_of_no_encoding(tree: dict[str, str]) -> list[str]:
+    """The locale would choose. What programs print may be anything: `errors` says what happens to it."""
+    return [
+        f"{module}:{node.lineno} {ast.unparse(node.func)}: names no encoding"
+        for module, source in tree.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and is_text_of_locale(node)
+    ]
+
+
+def is_text_of_locale(node: ast.Call) -> bool:
+    name, words = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+    given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+    modes = {
+        x.value for x in given if isinstance(x, ast.Constant) and re.fullmatch(r"[rwax+]*b?[rwax+]*", str(x.value))
+    }
+    if "encoding" in words or name == "os.open" or any("b" in mode for mode in modes):
+        return False
+    if name.endswith((".read_text", ".write_text")) or name == "open":
+        return True
+    if name.endswith((".open", "fdopen", "NamedTemporaryFile")):
+        return bool(modes) or "newline" in words
+    return name.endswith(("run", "Popen", "check_output")) and "text" in words and "errors" not in words
+
+
 def asked(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
@@ -659,6 +687,13 @@ BROKEN = {
         "def f(g):\n    return g.table.make(1, 2, 3, 4, 5, 6)",
         "hybridflow.roles.actor:2 g.table.make: 6 arguments have no name",
     ),
+    "the locale's encoding": (
+        MOMENTS,
+        "from pathlib import Path\nPath('x').read_text()",
+        "moments:2 Path('x').read_text",
+    ),
+    "the locale's encoding, opened": (MOMENTS, "import io\nfile = x.open('w')", "moments:2 x.open: names no encoding"),
+    "the locale's encoding, printed": (MOMENTS, "import io\nrun(x, text=True)", "moments:2 run: names no encoding"),
     "many of one name": (
         "hybridflow.roles.actor",
         "".join(f"class C{i}:\n    def {'_' * (i % 2)}generate(self): ...\n" for i in range(5)),

@@ -148,7 +148,9 @@ def read_adapter_config(path: Path, key: str) -> dict[str, Any]:
     try:
         said: dict[str, Any] = parse_json(file.read_bytes(), f"{key} = {path}: {file.name} is not JSON: ")
     except FileNotFoundError as error:
-        raise ConfigError(f"{key} = {path}: no {CONFIG} there; it is what PEFT's save_pretrained writes") from error
+        own = f"; this run's is {path / 'adapter'}" if (path / "adapter" / CONFIG).is_file() else ""
+        told = f"{key} = {path}: no {CONFIG} there; it is what PEFT's save_pretrained writes{own}"
+        raise ConfigError(told) from error
     except (OSError, CheckpointError) as error:
         raise ConfigError(f"{key} = {path}: {file} cannot be read: {error}") from error
     for field, allowed in NEUTRAL.items():
@@ -274,9 +276,9 @@ def write_adapter_weights(directory: Path, tensors: Mapping[str, Tensor]) -> Non
 
 
 def write_adapter_config(directory: Path, spec: ModelSpec, head: Head, base_digest: str | None = None) -> None:
-    (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n", encoding="utf-8")
     if base_digest is not None:
-        (directory / BASE).write_text(json.dumps({"base_weights": base_digest}) + "\n")
+        (directory / BASE).write_text(json.dumps({"base_weights": base_digest}) + "\n", encoding="utf-8")
 
 
 def is_other_base(adapter: Path, base: Path) -> bool:

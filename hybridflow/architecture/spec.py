@@ -299,11 +299,16 @@ def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Fa
     return family, text | {key: raw[key] for key in shared if key in raw}
 
 
+OF_A_RUN = ("hf", "actor", "checkpoints/step_*/actor", "step_*/actor")  # where a model is, the trained one first
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory") from error
+        run = [near.parent for place in OF_A_RUN for near in sorted(file.parent.glob(f"{place}/config.json"))[-1:]]
+        hint = f", and this is a run's: {run[0]} is one" if run else ""
+        raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory{hint}") from error
     except OSError as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
     return parse_json(text, f"{file}: is not JSON: ")

@@ -188,7 +188,7 @@ def write_distributed(
         torch.save({}, directory / "common.pt")
         description = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
         description |= {"common_backend": "torch", "common_backend_version": 1}
-        (directory / DESCRIPTION).write_text(json.dumps(description))
+        (directory / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
         for path in (directory / "common.pt", directory / DESCRIPTION, directory):
             sync(path)
 

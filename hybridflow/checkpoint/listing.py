@@ -124,7 +124,7 @@ def _facts(step: Path) -> CheckpointFacts:
 
 def _latest(root: Path) -> str | None:
     file = root / LATEST
-    return file.read_text().strip() if file.is_file() else None
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def _when(file: Path) -> float | None:

@@ -275,7 +275,8 @@ class CheckpointManager:
         """Errors: Stopped where the ranks of this torchrun ended on request, which torchrun took for a failure."""
         file = self._root / STOPPED
         first = self._platform.rank == 0  # whose word counts, and who removes the file
-        ended = torch.tensor(first and restarts > 0 and file.exists() and file.read_text() == parent_process())
+        stopped = first and restarts > 0 and file.exists()
+        ended = torch.tensor(stopped and file.read_text(encoding="utf-8") == parent_process())
         dist.broadcast(ended, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
         if ended:
             raise Stopped("before this restart: it was told to end", saved=True)
@@ -389,6 +390,6 @@ class CheckpointManager:
         saved = self._saver.last_iteration == state.iteration
         if self._platform.rank == 0 and saved:
             with contextlib.suppress(OSError):  # then torchrun's restarts, if it makes any, go on instead of ending
-                (self._root / STOPPED).write_text(parent_process())
+                (self._root / STOPPED).write_text(parent_process(), encoding="utf-8")
         dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)

@@ -124,7 +124,7 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
         return
     count = 1
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or damaged: count anew
-        last = json.loads(file.read_text())
+        last = json.loads(file.read_text(encoding="utf-8"))
         count = last["count"] + 1 if last["iteration"] == iteration else 1
     if count > limit:
         raise CheckpointError(
@@ -133,7 +133,7 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
         )
     temporary = file.with_suffix(".partial")
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps({"iteration": iteration, "count": count}))
+    temporary.write_text(json.dumps({"iteration": iteration, "count": count}), encoding="utf-8")
     sync(temporary)  # else a power loss could leave an empty file, with which no restart would begin
     os.replace(temporary, file)
 

@@ -93,7 +93,7 @@ def write_state(directory: Path, saved: SavedRun) -> None:
         "metrics": metrics,
         "forked_from": saved.forked_from,
     }
-    (directory / STATE).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+    (directory / STATE).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     surplus, following = saved.state.surplus, saved.state.next_rollout
     if surplus is not None:
         _write(directory / SURPLUS, surplus.tensors, surplus.prompts)

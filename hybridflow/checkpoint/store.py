@@ -95,7 +95,7 @@ def publish(root: Path, iteration: int, partial: Path, sums: Mapping[str, FileSu
 def point_to(root: Path, name: str) -> None:
     """`latest` is replaced as a whole."""
     temporary = root / f".{LATEST}"
-    temporary.write_text(name + "\n")
+    temporary.write_text(name + "\n", encoding="utf-8")
     sync(temporary)
     os.replace(temporary, root / LATEST)
     sync(root)
@@ -178,7 +178,7 @@ def damage(
 def _write_manifest(directory: Path, iteration: int, files: Mapping[str, FileSum]) -> None:
     tree = {"format": FORMAT, "iteration": iteration, "files": {name: asdict(sums) for name, sums in files.items()}}
     file = directory / MANIFEST
-    file.write_text(json.dumps(tree | {"crc32": zlib.crc32(_canonical(tree))}, indent=1) + "\n")
+    file.write_text(json.dumps(tree | {"crc32": zlib.crc32(_canonical(tree))}, indent=1) + "\n", encoding="utf-8")
     sync(file)
 
 

@@ -181,7 +181,7 @@ class CheckpointWriter:
 
     def _describe(self, saved: SavedRun, partial: Path) -> None:
         write_state(partial, saved)
-        (partial / "config.yaml").write_text(self._config_yaml)
+        (partial / "config.yaml").write_text(self._config_yaml, encoding="utf-8")
         for role in self._roles:
             directory, spec = partial / role.name, role.spec
             changes = config_changes(spec, role.head)
@@ -285,7 +285,7 @@ class CheckpointWriter:
             directory, name = save.partial / role, f"__{self._platform.rank}_0.distcp"
             records, its_sum = write_records(directory, name, part.chunks, part.empty)
             own = {"file": asdict(its_sum), "records": [asdict(record) for record in records]}
-            (directory / _part_name(self._platform.rank)).write_text(json.dumps(own))
+            (directory / _part_name(self._platform.rank)).write_text(json.dumps(own), encoding="utf-8")
 
     def _publish(self, save: _Save) -> None:
         sums: dict[str, FileSum] = {}
@@ -293,7 +293,7 @@ class CheckpointWriter:
             directory, records = save.partial / role, list[ChunkRecord]()
             for rank in self._ranks:
                 file = directory / _part_name(rank)
-                part = json.loads(file.read_text())
+                part = json.loads(file.read_text(encoding="utf-8"))
                 sums[f"{role}/__{rank}_0.distcp"] = FileSum(**part["file"])
                 records += [_record(tree) for tree in part["records"]]
                 file.unlink()

@@ -4,6 +4,7 @@
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
     hybridflow chat runs/math/adapter             adapters, merged into the base model in a temporary directory
 
+The model of a run is that of the end of the run, in hf/. Before that end it is that of the last checkpoint.
 With a chat template the model sees the whole conversation. Without a chat template each line is a prompt.
 The keys data.chat_template and data.chat_template_kwargs of a run hold as in training. At temperature 0, the default,
 the likeliest token is taken. Responses end at the same tokens as in training.
@@ -86,7 +87,7 @@ def model_directory(given: Path) -> Path:
     if is_hub_name(str(given)):
         return Path(fetched(str(given), "RUN_OR_MODEL"))
     if (given / "hf" / "config.json").is_file():
-        return given / "hf"
+        return _later_checkpoint(given) or given / "hf"
     if holds_adapter(given):
         return given
     if (given / METADATA).is_file():
@@ -97,15 +98,29 @@ def model_directory(given: Path) -> Path:
     if (given / "config.json").is_file():
         return given
     if (given / CONFIG).is_file():
-        there = steps(given / CHECKPOINTS)
-        actor = given / CHECKPOINTS / step_name(there[-1]) / "actor" if there else given
-        if holds_adapter(actor):
-            return actor
-        raise RunDirError(
-            f"{given}: the run has written no model yet. {given}/hf appears at the end of the run. `hybridflow convert "
-            "megatron-to-hf` writes the model of a checkpoint"
-        )
+        actor = _last_actor(given)
+        if actor is None:
+            raise RunDirError(f"{given}: the run has written no model yet, and has no checkpoint of an actor")
+        return actor
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
+
+
+def _last_actor(run: Path) -> Path | None:
+    """The actor of a run's last checkpoint."""
+    there = steps(run / CHECKPOINTS)
+    actor = run / CHECKPOINTS / step_name(there[-1]) / "actor" if there else None
+    return actor if actor is not None and actor.is_dir() else None
+
+
+def _later_checkpoint(run: Path) -> Path | None:
+    """The last checkpoint's actor, where the run went on after the end that wrote hf/, and has not ended since."""
+    from hybridflow.recording.starts import read_starts  # torch loads for a second
+
+    starts, actor = read_starts(run), _last_actor(run)
+    if not starts or starts[-1].how == "finished" or actor is None:
+        return None
+    print(f"{run}/hf is of an earlier end of the run: the model is that of {actor.parent}", file=sys.stderr)
+    return actor
 
 
 def holds_adapter(path: Path) -> bool:
@@ -119,19 +134,21 @@ def holds_adapter(path: Path) -> bool:
 
 @contextmanager
 def whole_model(model: Path, base: str | None) -> Iterator[Path]:
-    """A directory that the engine reads. Adapters are merged into their base model, for as long as this lasts.
+    """A directory that the engine reads. Adapters are merged into their base model, and a checkpoint of megatron is
+    converted, for as long as this lasts.
 
     Errors: UserError.
     """
-    if not holds_adapter(model):
-        if base is not None:
-            raise RunDirError(f"--base {base}: {model} holds no adapters of a base model")
+    adapted = holds_adapter(model)
+    if base is not None and not adapted:
+        raise RunDirError(f"--base {base}: {model} holds no adapters of a base model")
+    if not adapted and not (model / METADATA).is_file():
         yield model
         return
     from hybridflow.convert.adapted import base_directory
     from hybridflow.convert.to_huggingface import to_huggingface
 
-    spec_that_talks(base_directory(model, base, key="RUN_OR_MODEL"))
+    spec_that_talks(base_directory(model, base, key="RUN_OR_MODEL") if adapted else model)
     with tempfile.TemporaryDirectory(prefix="hybridflow-chat-") as directory:
         to_huggingface(model, Path(directory) / "model", base=base)
         yield Path(directory) / "model"
@@ -147,7 +164,7 @@ def run_of_model(model: Path) -> Path | None:
 def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:
     """How a run's prompts were made: whether by the chat template, and the arguments of the template.
 
-    None where nobody says it: a model of no run, or one that was trained on fixed data. given: as `model_directory`.
+    None where nobody says it: a model of no run, or fixed data that is not here. given: as `model_directory`.
     """
     run = given if (given / CONFIG).is_file() else run_of_model(given)
     if run is None:
@@ -156,7 +173,12 @@ def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:
     if not isinstance(data, dict):
         return None, {}
     kwargs = data.get("chat_template_kwargs")
-    return data.get("chat_template"), kwargs if isinstance(kwargs, dict) else {}
+    by_template = data.get("chat_template")
+    if by_template is None and data.get("train") is not None:
+        from hybridflow.data.first_rows import hold_conversations  # numpy and more load for a second
+
+        by_template = hold_conversations(data["train"], data.get("columns") or {})
+    return by_template, kwargs if isinstance(kwargs, dict) else {}
 
 
 def spec_that_talks(model: Path) -> "ModelSpec":

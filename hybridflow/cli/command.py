@@ -7,9 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+from hybridflow.parallel.streams import speak_utf8
+
 
 def argument_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """description: the docstring of the command's module."""
+    """The first thing that a command makes. description: the docstring of the command's module."""
+    speak_utf8()
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=program(module), description=description, formatter_class=raw)
 

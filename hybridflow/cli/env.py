@@ -125,7 +125,7 @@ def _lines_of(file: str) -> dict[str, str]:
     """The first value by name, of a file of `name: value`."""
     found: dict[str, str] = {}
     path = Path(file)
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         name, _, value = line.partition(":")
         found.setdefault(name.strip(), value.strip())
     return found
@@ -150,7 +150,9 @@ def _asked_for() -> list[str]:
         return metadata.requires("hybridflow") or []
     except metadata.PackageNotFoundError:
         file = SOURCE / "pyproject.toml"
-        found: list[str] = tomllib.loads(file.read_text())["project"]["dependencies"] if file.is_file() else []
+        found: list[str] = (
+            tomllib.loads(file.read_bytes().decode())["project"]["dependencies"] if file.is_file() else []
+        )
         return found
 
 
@@ -171,7 +173,7 @@ def _tried(name: str) -> tuple[bool, str]:
     command = [sys.executable, "-P", imports.__file__, name]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=env)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=IMPORT_SECONDS, env=env)
     except subprocess.TimeoutExpired:
         return True, f"{name}: takes longer than {IMPORT_SECONDS} s"
     said = done.stdout.strip()
@@ -184,7 +186,9 @@ def _tried(name: str) -> tuple[bool, str]:
 def _said_by(command: tuple[str, ...], seconds: float) -> str:
     """What a program prints, nothing where it is not there, fails or does not end."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, errors="replace", timeout=seconds, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -259,10 +259,14 @@ def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
     directory = Path(fetched(found.model, "RUN_OR_MODEL"))
     spec = spec_that_talks(directory)
     by_template, arguments = prompts_of_run(found.run or directory)
-    if by_template is None:
+    from hybridflow.data.first_rows import hold_conversations  # it loads numpy and more
+
+    if by_template is None or (not by_template and any(hold_conversations(named_set(x)[1], {}) for x in options.data)):
         from hybridflow.data.tokenizers import load_tokenizer  # it loads transformers, for seconds
 
         by_template = load_tokenizer(directory).chat_template is not None
+    how = "by the chat template" if by_template else "as texts, without a chat template"
+    print(f"prompts are read {how}; data.chat_template={str(not by_template).lower()} changes it", flush=True)
     return bare_tree(
         max_positions=spec.max_positions,
         max_tokens=options.max_tokens or MAX_TOKENS,
@@ -272,7 +276,7 @@ def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
 
 
 def _with(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(as_yaml(tree))
         file.flush()
         return read_tree(file.name, overrides)
@@ -296,7 +300,7 @@ def _write(file: Path, text: str) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".config.")
-        with os.fdopen(descriptor, "w") as written:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
             written.write(text)
         Path(name).chmod(0o644)
         os.replace(name, file)

@@ -23,11 +23,11 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
     from hybridflow.rewards.probe import described
 
     for key, model in _models(tree):
-        if not Path(cached_directory(model)).expanduser().exists():
+        if not os.path.exists(os.path.expanduser(cached_directory(model))):
             reasons.lines.append(f"{key}.model = {model}: no such directory")
     for name in ("train", "heldout"):
         file = _section(tree, "data").get(name)
-        if isinstance(file, str):
+        if isinstance(file, str) and not any(f"data.{name} = " in line for line in reasons.lines):
             reasons.collect(data_files, os.path.expanduser(file), f"data.{name}")
     reasons.collect(described, [(function, {}) for function in _functions(tree)])
     reasons.refuse()

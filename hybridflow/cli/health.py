@@ -98,6 +98,6 @@ def _show(report: "HealthReport", file: str | None) -> None:
     sys.stdout.flush()
     if file is not None:
         try:
-            Path(file).write_text(text + "\n")
+            Path(file).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise EnvironmentProblem(f"--json {file}: cannot be written: {error.strerror}") from error

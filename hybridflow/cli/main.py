@@ -6,11 +6,12 @@ hybridflow CONFIG.yaml ...           the same as `hybridflow train CONFIG.yaml .
 
 import difflib
 import importlib
+import os
 import sys
-from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.parallel.proxies import keep_loopback_direct
+from hybridflow.parallel.streams import speak_utf8
 
 # name -> (module whose main(arguments) runs it, what it does); in the order in which a person needs them
 COMMANDS = {
@@ -34,6 +35,7 @@ SUFFIXES = (".yaml", ".yml")
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
+    speak_utf8()
     keep_loopback_direct()
     if not given:
         print(_overview(), file=sys.stderr)
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _is_config(first: str, rest: list[str]) -> bool:
     """Whether a config stands where a command could: also behind options."""
     words = [first, *rest] if first.startswith("-") else [first]
-    return any(word.endswith(SUFFIXES) or Path(word).is_file() for word in words)
+    return any(word.endswith(SUFFIXES) or (os.path.exists(word) and not os.path.isdir(word)) for word in words)
 
 
 def _unknown(first: str) -> str:

@@ -252,7 +252,7 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
         files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))
     for path, text in files:
         try:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
         console.print(Text(f"wrote {path}"))

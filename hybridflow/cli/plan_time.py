@@ -101,6 +101,6 @@ def measure(output: str) -> None:
 
     profile = measure_profile(path.stem, tell=tell)
     if torchrun.torchrun_rank()[0] == 0:
-        path.write_text(profile.model_dump_json(indent=1) + "\n")
+        path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
         print(f"wrote {path}")
     platforms.stop()

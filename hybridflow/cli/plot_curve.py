@@ -38,14 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
             print_error(f"{run / 'metrics.csv'}: no curve of {options.metric}: {error}", "tools.plot_curve")
             return 1
     options.target.parent.mkdir(parents=True, exist_ok=True)
-    options.target.write_text(draw(curves, options.metric))
+    options.target.write_text(draw(curves, options.metric), encoding="utf-8")
     print(f"{options.target}: {options.metric} of {', '.join(curves)}; open it in a browser")
     return 0
 
 
 def read_curve(path: Path, metric: str) -> Curve:
     """(iteration, value) wherever the metric was measured."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         curve = [(float(row["iteration"]), float(row[metric])) for row in csv.DictReader(file) if row[metric]]
     if not curve:
         raise ValueError("the column is empty")

@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hybridflow import __version__
 from hybridflow.cli.command import argument_parser, as_typed, error_text, positive
 from hybridflow.cli.files_of_tree import read_config
+from hybridflow.cli.piped_config import check_one_reader, file_for_ranks
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
@@ -152,6 +153,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
 
     Errors: ConfigError with all reasons why the run cannot begin here.
     """
+    check_one_reader(options.config)
     tree = read_tree(options.config, _overrides(options))
     if not options.fetched:
         fetch_models(tree, weights=True)
@@ -172,13 +174,14 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     num_ranks = number_of_ranks(tree, config, options.config, options.nproc)
     if num_ranks == 1:
         return None
-    end = run_ranks(
-        ["-m", "hybridflow.train", "--fetched", *given],
-        num_ranks,
-        grace_seconds=config.checkpoint.grace_seconds,
-        environment={torchrun.BY_COMMAND: "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        debug=options.debug,
-    )
+    with file_for_ranks(options.config) as file:
+        end = run_ranks(
+            ["-m", "hybridflow.train", "--fetched", *(file if word == options.config else word for word in given)],
+            num_ranks,
+            grace_seconds=config.checkpoint.grace_seconds,
+            environment={torchrun.BY_COMMAND: "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            debug=options.debug,
+        )
     if end.message is not None:
         print(end.message if end.by_rank else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
     return end.status

@@ -17,7 +17,7 @@ from pydantic import (
 from hybridflow.config.environment import EnvironmentKey
 from hybridflow.config.reasoning_gym import KEY, ReasoningGymConfig, TaskConfig, check_apart, parse_tasks
 from hybridflow.config.sampling import LEAST_TEMPERATURE
-from hybridflow.config.section import PathText, Section
+from hybridflow.config.section import MOST_BYTES, PathText, Section, check_length
 
 
 class SourceConfig(Section):
@@ -67,7 +67,7 @@ def parse_prompts(given: Any) -> Any:
 def parse_sources(given: Any) -> Any:
     """A path, a data set of the Hub, or a list of either. Errors: ValueError that names the place in the list."""
     if isinstance(given, str):
-        return given
+        return check_length(given, MOST_BYTES)  # not in the union, which would tell of every kind
     if isinstance(given, ReasoningGymConfig) or (isinstance(given, dict) and KEY in given):
         raise ValueError(f"{KEY}: its rows are prompts alone. Algorithms that generate responses train on them")
     if isinstance(given, dict):
@@ -90,7 +90,7 @@ def _source(given: Any, place: str) -> Source:
     if isinstance(given, SourceConfig | HubSourceConfig):
         return given
     if isinstance(given, str):
-        return SourceConfig(path=given)
+        given = {"path": given}
     if not isinstance(given, dict):
         raise ValueError(f"{place} = {given!r}: is neither a path nor a section with path and weight")
     prefix = f"{place}." if place else ""
@@ -104,6 +104,7 @@ def _source(given: Any, place: str) -> Source:
     if kind is SourceConfig:
         if not isinstance(given.get("path"), str):
             raise ValueError(f"{prefix}path = {given.get('path')!r}: a path is required")
+        check_length(given["path"], MOST_BYTES)
         return SourceConfig(**given)
     hub, split = given["hub"], given.get("split")
     if not isinstance(hub, str) or not DATA_SET.fullmatch(hub):

@@ -41,6 +41,9 @@ def evaluation_tree(
     sampling, actor, data = (dict(_section(tree, key)) for key in ("sampling", "actor", "data"))
     if max_tokens is not None:
         sampling |= {"max_response_length": max_tokens, "min_response_length": 0, "expected_response_length": None}
+        if isinstance(buckets := sampling.get("by_prompt_length"), list):
+            dropped = {"max_response_length": None}
+            sampling["by_prompt_length"] = [{**one, **dropped} if isinstance(one, dict) else one for one in buckets]
     heldout: Any = {key: {"files": files} for key, files in sets.items()} or data.get("heldout")
     if heldout is None:
         raise ConfigError("data.heldout = null: give --data FILE, rows to evaluate on")

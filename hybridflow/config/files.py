@@ -2,17 +2,19 @@
 
 A config may build on one other file:
 
-    base: quickstart_grpo.yaml           # counted from the directory of this file
+    base: quickstart_grpo.yaml           # counted from the directory of this file, or from the working directory
     name: my_run
     algorithm: {name: dr_grpo}           # another name: the section of the base is replaced as a whole
     reference: null                      # replaces the section
 
 Mappings merge by key; everything else replaces what the base says: lists, null and the empty mapping {}. A section
 `algorithm` of another name than the base's replaces that section, since their keys differ; a base's section without a
-name is ppo's. A base has no other base. Overrides come last.
+name is ppo's. A base has no other base. Overrides come last. The working directory counts for a config from a pipe.
 """
 
+import functools
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import yaml
 from hybridflow.errors import ConfigError
 
 BASE = "base"
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand more than once
 
 
 def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
@@ -41,16 +44,28 @@ def base_file(path: str | Path) -> Path | None:
     return _base_file(Path(path), base) if isinstance(base, str) else None
 
 
+def is_lasting(path: str | Path) -> bool:
+    """Whether every process that opens the path reads the same: no pipe, and no open file of this process."""
+    return os.path.isfile(path) and not str(path).startswith(("/dev/", "/proc/"))
+
+
 def _base_file(path: Path, base: str) -> Path:
-    return path.parent / Path(base).expanduser()
+    return (path.parent if is_lasting(path) else Path.cwd()) / Path(base).expanduser()
+
+
+@functools.cache
+def _text_of_pipe(path: Path) -> str:
+    """A pipe gives the text once, and a config is read several times."""
+    return path.read_text(encoding="utf-8")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = _text_of_pipe(path) if path.exists() and not is_lasting(path) else path.read_text(encoding="utf-8")
+        tree = _loaded(text, str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # also of bytes that are no UTF-8
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
@@ -117,9 +132,44 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def read_value(text: str, source: str) -> Any:
     """What a YAML value says, from `source`. Errors: ConfigError where it is none."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _loaded(text, source)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: the value is not YAML: {error}") from error
+
+
+def _loaded(text: str, source: str) -> Any:
+    """What a YAML text says. Errors: YAMLError, ValueError; ConfigError where a key stands twice in one mapping."""
+    loader = yaml.SafeLoader(text)
+    try:
+        document = loader.get_single_node()
+        if document is None:
+            return None
+        _check_keys(document, loader, source)
+        return loader.construct_document(document)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(document: yaml.Node, loader: yaml.SafeLoader, source: str) -> None:
+    """PyYAML takes the last of equal keys without a word. Errors: ConfigError with the key and both lines."""
+    left, seen = [(document, "")], set[int]()
+    while left:
+        node, path = left.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue  # an alias stands for a node that is known
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += [(item, f"{path}{place}.") for place, item in enumerate(node.value)]
+            continue
+        lines: dict[object, int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                name, line = loader.construct_object(key), key.start_mark.line + 1
+                if name in lines:
+                    where = f"line {line}" if line == lines[name] else f"lines {lines[name]} and {line}"
+                    raise ConfigError(f"{source}: {path}{key.value} stands twice, in {where}: a key has one value")
+                lines[name] = line
+            left.append((value, f"{path}{key.value}."))
 
 
 def set_key(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

@@ -12,7 +12,6 @@ fetched. A snapshot with all of these is complete, whatever else the repository 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -31,7 +30,7 @@ ROLES = ("actor", "critic", "reference", "reward_model")
 def is_hub_name(model: str) -> bool:
     """Whether this can only be the name of a repository: neither the directory nor the one it would lie in is here."""
     found = NAME.fullmatch(model)
-    return found is not None and not Path(model).exists() and not Path(model).parent.is_dir()
+    return found is not None and not os.path.exists(model) and not os.path.isdir(os.path.dirname(model))
 
 
 def cached_directory(model: str) -> str:

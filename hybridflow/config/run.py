@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     FiniteFloat,
@@ -16,6 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from hybridflow.config.best_metric import lower_is_better
 from hybridflow.config.files import read_tree
@@ -23,7 +25,7 @@ from hybridflow.config.messages import explanation
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.rewards import EvalRewardKey
 from hybridflow.config.roles import RoleConfig, TrainedRoleConfig
-from hybridflow.config.section import PathText, Section
+from hybridflow.config.section import MOST_BYTES, PathText, Section, check_length
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, PlatformName
@@ -202,6 +204,7 @@ class WatchdogConfig(Section):
         return {name.removesuffix("_seconds"): seconds for name, seconds in self}
 
 
+MOST_OF_NAME = MOST_BYTES - len(".-rollout.lock.12345678")  # beside the run's directory lie files of longer names
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "HF_")
 
 Environment = dict[
@@ -223,12 +226,19 @@ def _environment(given: Any) -> Any:
     return {name: str(value) for name, value in given.items()}
 
 
+def _small(seed: int) -> int:
+    """The seed. Errors: PydanticCustomError where torch's generators, to which megatron gives more, take it not."""
+    if seed >= 2**63:
+        raise PydanticCustomError("large_seed", "a seed is below 2**63")
+    return seed
+
+
 class RunConfig(Section):
     """What every run has, whatever it learns from: from what the engine generates, or from fixed data."""
 
-    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$"), AfterValidator(lambda name: check_length(name, MOST_OF_NAME))]
     """The name of the run. The run's files lie in the directory of this name below output_dir."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, AfterValidator(_small)] = 0
     """The seed of all random numbers. The same seed gives the same run."""
     platform: PlatformName = "auto"
     """The device of the ranks. auto: the CPU where torch is built without CUDA, otherwise CUDA."""

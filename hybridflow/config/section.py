@@ -4,6 +4,9 @@ import os
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+MOST_BYTES = 255  # of one name in a path: NAME_MAX of Linux
 
 
 class Section(BaseModel):
@@ -16,7 +19,16 @@ class Section(BaseModel):
 
 def _expanded(path: str) -> str:
     """`~` is the home directory: neither YAML nor a shell in `key=~/value` writes it out."""
+    check_length(path, MOST_BYTES)
     return os.path.expanduser(path)
+
+
+def check_length(path: str, most: int) -> str:
+    """The path, whose names have so many bytes at most. Errors: PydanticCustomError."""
+    longest = max(len(name.encode(errors="surrogatepass")) for name in path.split("/"))
+    if longest > most:
+        raise PydanticCustomError("long_name", f"{longest} bytes are too long for a file's name: at most {most}")
+    return path
 
 
 PathText = Annotated[str, AfterValidator(_expanded)]

@@ -48,7 +48,8 @@ def starters() -> dict[str, Path]:
 
 def title(path: Path) -> str:
     """The first sentence of a file's first comment, without the command that runs it."""
-    comments = [line for line in path.read_text().splitlines() if line.startswith("#") and not line.startswith(SCHEMA)]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line for line in lines if line.startswith("#") and not line.startswith(SCHEMA)]
     text = " ".join(line.lstrip("# ") for line in comments)
     end = r":\s+(?=`|torchrun)|(?<=\w{3})\.(?=\s|$)"  # of a word: `Dr.` and `al.` end no sentence
     return re.split(end, text, maxsplit=1)[0]

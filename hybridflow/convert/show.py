@@ -27,7 +27,7 @@ def show(path: Path, console: Console) -> bool:
     Errors: CheckpointError where it cannot be read at all.
     """
     survey = open_survey(path)
-    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    architecture = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     say(console, f"{path}: {architecture} in {_format(path)}")
     say(console, "")
     for table in (_model_table(survey), _file_table(path)):

@@ -98,7 +98,7 @@ def _read(process: int, theirs: Tensor, ours: Tensor) -> None:
 def _host() -> int:
     """Of a machine's start and of a numbering of processes; 0: unknown."""
     try:
-        started = Path("/proc/sys/kernel/random/boot_id").read_text()
+        started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
         numbering = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return 0

@@ -211,7 +211,7 @@ def _replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
+    with path.open("w", encoding="utf-8") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: each rank of a host makes copies
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -38,7 +38,7 @@ def rows_of_task(task: TaskConfig, system_prompt: str | None, key: str) -> Path:
     file = directory / f"{task.name}-{digest.hexdigest()}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"{file.stem}.lock").open("w") as lock:
+        with (directory / f"{file.stem}.lock").open("w", encoding="utf-8") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: each rank of a host makes them
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():

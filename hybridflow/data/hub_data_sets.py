@@ -51,7 +51,10 @@ def fetch_data_set(source: HubSourceConfig, key: str) -> None:
     names = [file["filename"] for file in rows.cache_files]
     note.parent.mkdir(parents=True, exist_ok=True)
     written = note.with_suffix(f".{os.getpid()}")  # several processes of a host may fetch the same
-    written.write_text(json.dumps({"source": source.model_dump(exclude={"weight"}), "commit": commit, "files": names}))
+    written.write_text(
+        json.dumps({"source": source.model_dump(exclude={"weight"}), "commit": commit, "files": names}),
+        encoding="utf-8",
+    )
     written.replace(note)
 
 
@@ -83,5 +86,5 @@ def _read_note(source: HubSourceConfig, key: str) -> list[Path] | None:
     note = _note(source, key)
     if not note.is_file():
         return None
-    files = [Path(name) for name in json.loads(note.read_text())["files"]]
+    files = [Path(name) for name in json.loads(note.read_text(encoding="utf-8"))["files"]]
     return files if all(file.is_file() for file in files) else None

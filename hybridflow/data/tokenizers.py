@@ -125,7 +125,9 @@ def keep_tokenizer_class(source: Path, target: Path) -> None:
     if not expected:
         return  # as above
     if said.get(CLASS) != name:
-        (target / CONFIG).write_text(json.dumps(said | {CLASS: name}, indent=2, ensure_ascii=False) + "\n")
+        (target / CONFIG).write_text(
+            json.dumps(said | {CLASS: name}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     if load_tokenizer(target)(PROBE)["input_ids"] != expected:
         raise CheckpointError(
             f"{target}: with model_type = {kinds[1]!r} in config.json transformers reads the tokenizer of {source} "

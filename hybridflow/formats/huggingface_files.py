@@ -135,7 +135,7 @@ def write_index(directory: Path, plan: Mapping[str, str], total_bytes: int) -> N
     """model.safetensors.index.json; none where there is but model.safetensors."""
     if set(plan.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(plan)}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(
@@ -164,7 +164,7 @@ def write_config(
         config.pop("torch_dtype", None)  # the older name
         config["dtype"] = str(dtype).removeprefix("torch.")
     changed = {key: value for key, value in (config | dict(changes)).items() if key not in changes or value is not None}
-    (target / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def add_end_tokens(directory: Path, ids: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ def add_end_tokens(directory: Path, ids: Sequence[int]) -> None:
     if missing:
         together = [*known, *missing]
         tree["eos_token_id"] = together[0] if len(together) == 1 else together
-        file.write_text(json.dumps(tree, indent=2) + "\n")
+        file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path, *, trust_remote_code: bool = False) -> list[str]:

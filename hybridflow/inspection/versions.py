@@ -199,7 +199,7 @@ def _cuda_findings(host: str) -> list[Finding]:
 def _driver(host: str) -> Finding:
     status: Status = "fail" if uses_cuda() else "warn"
     try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, errors="replace", timeout=NVIDIA_SMI_SECONDS, check=True)
     except FileNotFoundError:
         return Finding(
             AREA, "driver", host, "nvidia-smi is not there", "warn", advice="install NVIDIA's driver and its tools"

@@ -66,6 +66,8 @@ def parse(arguments: Sequence[str], description: str) -> LaunchOptions:
     config, overrides = _config(given.config, given.words)
     if config is None and not given.health:
         raise LaunchError(f"which config? `{program()} --hostfile HOSTS configs/x.yaml`")
+    if config is not None and os.path.exists(config) and (not os.path.isfile(config) or config.startswith("/dev/")):
+        raise LaunchError(f"{config}: is no file: every rank reads the config, and a pipe gives the text once")
     if given.hostfile is None and not given.no_ssh:
         raise LaunchError("--hostfile names the hosts; --no-ssh starts this node's ranks alone, for schedulers")
     return LaunchOptions(

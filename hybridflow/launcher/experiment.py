@@ -78,9 +78,10 @@ def read_experiment(
         done = subprocess.run(
             [*command, "--for-launch"],
             cwd=directory,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "PYTHONIOENCODING": "utf-8:backslashreplace"},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except OSError as error:
         raise LaunchError(f"--python {python}: cannot be started: {error.strerror}") from error

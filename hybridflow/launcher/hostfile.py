@@ -48,7 +48,7 @@ class LaunchHost:
 def read_hostfile(path: Path) -> list[LaunchHost]:
     """The hosts in order. Errors: LaunchError that names file and line."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LaunchError(f"hostfile {path}: cannot be read: {reason}") from error

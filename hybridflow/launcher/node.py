@@ -240,8 +240,8 @@ def parents() -> dict[int, int]:
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
             with contextlib.suppress(OSError):  # it has just ended
-                state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
+                state, parent = (directory / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if state not in b"ZX":
                     found[int(directory.name)] = int(parent)
     return found
 
@@ -317,7 +317,7 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface that has this address."""
     if ":" in address and not address.startswith("::ffff:"):
         wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines())
         return next((fields[-1] for fields in lines if fields[0] == wanted), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -381,7 +381,7 @@ def _digest(files: list[Path]) -> str:
 def output_of(command: tuple[str, ...]) -> str:
     """What a command says; nothing where it is not there or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, errors="replace", timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

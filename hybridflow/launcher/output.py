@@ -44,7 +44,9 @@ class Output:
         try:
             run_dir.parent.mkdir(parents=True, exist_ok=True)
             self._spool = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}.logs.", dir=run_dir.parent))
-            self._files = {host.name: (self._spool / f"{host.name}.log").open("w", buffering=1) for host in hosts}
+            self._files = {
+                host.name: (self._spool / f"{host.name}.log").open("w", buffering=1, encoding="utf-8") for host in hosts
+            }
         except OSError as error:
             say(f"warning: no logs: {error.filename}: {error.strerror}", error=True)
             return
@@ -91,8 +93,8 @@ class Output:
                 if not target.exists():
                     os.rename(spool / f"{host}.log", target)  # the file stays open
                     continue
-                appended = target.open("a", buffering=1)
-                appended.write((spool / f"{host}.log").read_text())
+                appended = target.open("a", buffering=1, encoding="utf-8")
+                appended.write((spool / f"{host}.log").read_text(encoding="utf-8"))
                 self._files[host] = appended
                 file.close()
             shutil.rmtree(spool)

@@ -36,7 +36,7 @@ class Torchrun:
             "--rdzv-conf": f"timeout={max(1, round(self.options.rdzv_timeout))}",
             "--shutdown-timeout": round(self.experiment.grace_seconds) + 5,
         }
-        command = [self.options.python, "-u", "-m", "torch.distributed.run"]
+        command = [self.options.python, "-u", "-P", "-m", "torch.distributed.run"]
         return [*command, *(str(word) for setting in settings.items() for word in setting), *self.options.module]
 
     def environment(self, host: LaunchHost, interface: str | None) -> dict[str, str]:
@@ -49,6 +49,7 @@ class Torchrun:
             found["HYBRIDFLOW_HOSTS"] = ",".join(f"{each.name}={each.slots}" for each in self.hosts)
         found["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # each rank warns of how it binds memory, and of addresses without names
         found |= {"HYBRIDFLOW_HOST": host.name, "HYBRIDFLOW_RESTARTS": str(self.restarts), "PYTHONUNBUFFERED": "1"}
+        found["PYTHONIOENCODING"] = "utf-8:backslashreplace"  # as this side reads it, whatever the host's locale says
         return found | given
 
     def start(self, host: LaunchHost, interface: str | None) -> Message:

@@ -72,10 +72,15 @@ def run_ranks(
     )
     with _forward_signals(grace_seconds) as signals, _set_variables(environment or {}):
         try:
-            elastic_launch(config, sys.executable)("-u", *arguments)
+            elastic_launch(config, sys.executable)("-u", *_safe_path(), *arguments)
         except ChildFailedError as error:
             return _end(error.failures, signals)
     return RanksEnd(ExitStatus.FINISHED)
+
+
+def _safe_path() -> list[str]:
+    """A user's random.py in the working directory is not Python's. A checkout that is not installed is found there."""
+    return [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
 
 
 def follow_agent() -> None:
@@ -88,7 +93,7 @@ def write_error(file: str, text: str) -> bool:
     """As torch's agents read the error of a rank, and show it as the root cause. False where the disk takes nothing."""
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
     except OSError:
         return False
     return True

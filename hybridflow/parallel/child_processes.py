@@ -11,5 +11,5 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="utf-8").split())
     return found

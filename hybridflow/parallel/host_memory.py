@@ -11,7 +11,7 @@ LEAST_MEMORY = GIB  # a rank: what Python, torch, megatron-core and vLLM take be
 
 def host_memory() -> tuple[int, int]:
     """(available, total) bytes."""
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    rows = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) > 1}
     available, total = known["MemAvailable"], known["MemTotal"]
     for limit, used in _group_memory():
@@ -22,7 +22,7 @@ def host_memory() -> tuple[int, int]:
 def peak_resident_bytes() -> int:
     """The most memory that this process has held resident, since the last reset."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # not Linux
         status = ""
     for line in status.splitlines():
@@ -35,7 +35,7 @@ def peak_resident_bytes() -> int:
 def reset_peak_resident() -> None:
     """Count the peak from here on, where the kernel lets this process: proc(5), clear_refs."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def _group_memory() -> list[tuple[int, int]]:
@@ -46,9 +46,9 @@ def _group_memory() -> list[tuple[int, int]]:
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            text = (root / limit).read_text().strip()
+            text = (root / limit).read_text(encoding="utf-8").strip()
             if text != "max":
-                found.append((int(text), int((root / used).read_text())))
+                found.append((int(text), int((root / used).read_text(encoding="utf-8"))))
         except OSError:  # not mounted here, or the group of the whole machine, which has no limit
             continue
     return found

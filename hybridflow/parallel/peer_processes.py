@@ -78,7 +78,7 @@ def parent_process() -> str:
 
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def is_running(machine: str, pid: int, start_time: int) -> bool | None:
@@ -145,7 +145,7 @@ def gather_peers(own: Peer, nonce: str, group: dist.ProcessGroup) -> tuple[list[
 
 def out_of_memory_kills() -> int | None:
     """How often the kernel has killed a process of this process's control group for memory; None: it does not say."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             events = Path("/sys/fs/cgroup", path.lstrip("/"), "memory.events")
@@ -154,7 +154,7 @@ def out_of_memory_kills() -> int | None:
         else:
             continue
         with contextlib.suppress(OSError):  # not mounted here
-            counts = dict(row.split() for row in events.read_text().splitlines())
+            counts = dict(row.split() for row in events.read_text(encoding="utf-8").splitlines())
             if "oom_kill" in counts:
                 return int(counts["oom_kill"])
     return None
@@ -163,7 +163,7 @@ def out_of_memory_kills() -> int | None:
 def _stat_fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat; None where there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     before, _, after = text.rpartition(")")  # a process's name may have any letter

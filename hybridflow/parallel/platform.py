@@ -265,7 +265,8 @@ def _single_process_defaults() -> None:
     """Without torchrun the run is a world of one on a free port of this machine."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        if not os.environ.get("MASTER_PORT", "").isdecimal():  # an address, of a service called master
+            os.environ["MASTER_PORT"] = str(_free_port())
 
 
 def _free_port() -> int:

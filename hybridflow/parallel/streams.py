@@ -1,4 +1,4 @@
-"""stdout and stderr of a run: it goes on where they cannot be written any more.
+"""stdout and stderr of a run: it goes on where they cannot be written any more. The encoding of all text.
 
 A pipe may lose the reader, a terminal may close, and the disk under a redirected stdout may be full. None of these is
 worth an iteration: what is shown there is in the log files of the ranks, too.
@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 LOG = logging.getLogger(__name__)
@@ -47,6 +48,33 @@ class _KeptStream:
             LOG.warning("%s cannot be written: %s; the run continues", self._name, error.strerror, extra=IN_FILES_ALONE)
 
 
+def escape_letters() -> None:
+    """A letter that the terminal's encoding lacks is shown as an escape, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def speak_utf8() -> None:
+    """Texts, names of files and child processes are UTF-8, whatever the locale says; the terminal's encoding stays.
+
+    Python decides so at its start alone, so a command in another locale begins anew.
+    """
+    escape_letters()
+    if sys.getfilesystemencoding() == "utf-8" or not _is_command(Path(sys.argv[0])):
+        return
+    os.environ.setdefault("PYTHONIOENCODING", f"{getattr(sys.stdout, 'encoding', 'utf-8')}:backslashreplace")
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _is_command(started: Path) -> bool:
+    """Whether this process is a command of hybridflow, not a program that calls one."""
+    package = Path(__file__).resolve().parents[1]
+    own = {package, package.with_name("launch")}
+    return started.name.startswith("hybridflow") or not own.isdisjoint(started.resolve().parents)
+
+
 def keep_streams() -> None:
     """From now on no failure of stdout or stderr is an error of this process.
 
@@ -61,6 +89,6 @@ def keep_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            stream = open(os.devnull, "w")
+            stream = open(os.devnull, "w", encoding="utf-8")
         if not isinstance(stream, _KeptStream):
             setattr(sys, name, cast(TextIO, _KeptStream(stream, name)))

@@ -104,7 +104,7 @@ def source_commit(source: Path = SOURCE) -> str | None:
         return None
     command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -360,6 +360,6 @@ class Watchdog:
     def _keep(self, text: str) -> None:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / REPORT).write_text(text)
+            (self._directory / REPORT).write_text(text, encoding="utf-8")
         except OSError as error:  # a full disk may be what the run hangs in
             say(f"hybridflow: {self._directory / REPORT}: cannot be written: {error}")

@@ -34,7 +34,7 @@ def open_run_dir(path: Path, config_yaml: str) -> Path | None:
     if moved is not None:
         path.rename(moved)
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.yaml").write_text(config_yaml)
+    (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
     return moved
 
 

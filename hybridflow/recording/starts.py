@@ -118,7 +118,7 @@ def own_command() -> str:
     """Of this process, as a person has typed it."""
     parent: list[str] = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
     by_command, is_rank = torchrun.is_by_command(), torchrun.is_rank()
     return typed_command(sys.orig_argv, by_command=by_command, is_rank=is_rank, parent=parent)
 

@@ -89,7 +89,7 @@ def _scored_apart(asked: Sequence[Asked], limits: tuple[int, int, int], *, refus
     lines += [{"task": dict(task), "entry": entry, "answer": answer} for task, entry, answer in asked]
     given = "".join(json.dumps(line) + "\n" for line in lines)
     status, printed, said = run_confined(
-        PROGRAM.read_text(), given, limits, seconds=(len(asked) + 1) * seconds, refuse=refuse
+        PROGRAM.read_text(encoding="utf-8"), given, limits, seconds=(len(asked) + 1) * seconds, refuse=refuse
     )
     told = [line.removeprefix(token).strip() for line in printed.splitlines() if line.startswith(token)]
     if not told:

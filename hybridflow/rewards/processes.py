@@ -52,7 +52,7 @@ def resident_bytes(pids: list[int]) -> int:
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-            fields = Path(f"/proc/{pid}/statm").read_text().split()
+            fields = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()
             total += (int(fields[1]) - int(fields[2])) * PAGE
     return total
 
@@ -105,7 +105,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 def _has_ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"ZX"
     except (OSError, IndexError):
         return True
 

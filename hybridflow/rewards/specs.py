@@ -174,7 +174,7 @@ def _remote_spec(config: RemoteRewardConfig) -> FunctionSpec:
 def word_of(file: str, field: str) -> str:
     """The first word of a file that holds a secret. Errors: RewardError naming the field."""
     try:
-        words = Path(file).read_text().split()
+        words = Path(file).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"{field} = {file}: cannot be read: {error}") from error
     if not words:

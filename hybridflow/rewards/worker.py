@@ -251,7 +251,7 @@ def _put_in_place(end: socket.socket, output: int) -> None:
     keep = end.fileno()
     os.closerange(3, keep)
     os.closerange(keep + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False, encoding="utf-8")
     sys.stdout, sys.stderr = (open(i, "w", encoding="utf-8", errors="backslashreplace", closefd=False) for i in (1, 2))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     faulthandler.enable()

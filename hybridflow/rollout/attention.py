@@ -7,7 +7,9 @@ first of a list that takes the dtype.
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import ConfigError
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's kernel on CPUs is written for
+# sizes that vLLM's kernel on CPUs is compiled for: beside those that its class names 48. It plans each step for all of
+# a size, also where hybridflow's kernel computes
+CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 MOST_OF_FLASH, LEAST_OF_TRITON = 256, 32  # sizes of a head; flash attention takes multiples of 8
 LATENT_SIZES = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 HALF_PRECISION_ONLY = ("FLASH_ATTN", "FLASHINFER")

@@ -1,10 +1,15 @@
 """What vLLM 0.32.0 reads from the environment, for an engine in this process. Set before vLLM is imported."""
 
 import os
+import re
+
+KUBERNETES = re.compile(r"(tcp|udp|sctp)://")  # of a service called vllm a pod has VLLM_PORT=tcp://10.0.0.1:8000
 
 
 def set_environment() -> None:
     """May be called again."""
+    for name in [name for name, value in os.environ.items() if name.startswith("VLLM_") and KUBERNETES.match(value)]:
+        del os.environ[name]  # vLLM takes it for a port of its own, and ends with an error
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -48,7 +48,7 @@ def write_results(config: ExperimentConfig, evaluated: Sequence[EvaluatedSet], i
 
 def _titles(file: Path) -> set[str]:
     """Of the sets of an earlier evaluation."""
-    return set(json.loads(file.read_text())["sets"]) if file.is_file() else set()
+    return set(json.loads(file.read_text(encoding="utf-8"))["sets"]) if file.is_file() else set()
 
 
 def facts(each: EvaluatedSet) -> dict[str, Any]:

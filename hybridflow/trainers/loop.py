@@ -26,6 +26,7 @@ from hybridflow.parallel import torchrun
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.streams import escape_letters
 from hybridflow.parallel.versions import set_line
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.adapter_lines import adapter_lines
@@ -36,6 +37,7 @@ from hybridflow.recording.recorder import Recorder
 
 def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watchdog]:
     """The ranks find each other, and the watchdog, one that has not started or a new one, begins. Collective."""
+    escape_letters()
     keep_loopback_direct()
     deadlines = config.watchdog.deadlines()
     platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))

@@ -146,6 +146,10 @@ def refusal(path: Path) -> str:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "absent") == "no such file; a model is a HuggingFace directory"
+    for place in ("checkpoints/step_000002/actor", "checkpoints/step_000010/actor", "hf"):  # of a run
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.json").write_text("{}")
+        assert refusal(tmp_path).endswith(f"and this is a run's: {tmp_path / place} is one")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"model: x"])

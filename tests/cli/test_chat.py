@@ -1,5 +1,6 @@
 """Talking to a model: what is answered is what transformers would generate, on stdout alone."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.cli.chat import ChatPrompts, model_directory, prompts_of_run, whole_model
+from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.errors import ConfigError, RunDirError
 from tests.distributed.tiny_experiment import make_inputs
 from tests.launch import ROOT
@@ -53,6 +55,33 @@ def test_a_run_is_its_trained_model(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert model_directory(tmp_path) == tmp_path / "hf"
     assert model_directory(policy) == policy
+
+
+def test_a_run_that_went_on_is_its_last_checkpoint(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hf/ is of the end before, until the run ends again. The checkpoint is converted."""
+    actor, starts = tmp_path / "checkpoints" / "step_000007" / "actor", tmp_path / "starts.jsonl"
+    to_megatron(policy, actor)
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    assert model_directory(tmp_path) == actor, "before there is hf/"
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    began = {"began": 1.0, "command": "", "versions": {}, "commit": None, "process": ["m", 1, 1]}
+    for ends, expected in (
+        ([], tmp_path / "hf"),
+        (["finished"], tmp_path / "hf"),
+        (["finished", None], actor),
+        (["finished", "stopped"], actor),
+        (["failed", "finished"], tmp_path / "hf"),
+    ):
+        lines = [(began, {"ended": 2.0, "how": how, "why": ""}) for how in ends]
+        starts.write_text("".join(f"{json.dumps(line)}\n" for pair in lines for line in pair if line.get("how", 1)))
+        assert model_directory(tmp_path) == expected, ends
+        assert ("step_000007" in capsys.readouterr().err) == (expected == actor)
+    with whole_model(actor, None) as whole:
+        weights, base = load_file(whole / "model.safetensors"), load_file(policy / "model.safetensors")
+    assert weights.keys() == base.keys() and all(torch.equal(weights[name], base[name]) for name in base)
 
 
 def test_adapters_are_merged_for_the_engine(policy: Path, tmp_path: Path) -> None:
@@ -116,12 +145,18 @@ THINKS = SAID + "{% if add_generation_prompt %}{{ '+' if think else '-' }}{% end
 def test_prompts_are_made_as_the_run_made_them(policy: Path, tmp_path: Path) -> None:
     """With the arguments of its template, and without a template where it was trained without."""
     tokenizer = AutoTokenizer.from_pretrained(policy, chat_template=THINKS)
+    texts, chats = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl"
+    texts.write_text('{"prompt": "1", "completion": "2"}\n')
+    chats.write_text('{"messages": [{"role": "user", "content": "1"}]}\n')
     (tmp_path / "hf").mkdir()
     for data, rendered in (
         ("{chat_template: true, chat_template_kwargs: {think: true}}", "12+"),
         ("{chat_template: true}", "12-"),
         ("{chat_template: false}", "12"),
         ("{batch_size: 1, chat_template_kwargs: {think: true}}", "12+"),
+        (f"{{batch_size: 1, train: {texts}}}", "12"),
+        (f"{{batch_size: 1, train: [{{path: {chats}}}]}}", "12-"),
+        (f"{{batch_size: 1, train: {chats}, columns: {{messages: gone}}}}", "12-"),
     ):
         (tmp_path / "config.yaml").write_text(f"name: x\ndata: {data}\n")
         for given in (tmp_path, tmp_path / "hf"):

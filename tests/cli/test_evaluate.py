@@ -174,6 +174,15 @@ def test_samples_and_temperatures_of_the_command_line() -> None:
         made(MINIMAL)
 
 
+def test_the_options_length_holds_for_prompts_of_all_lengths() -> None:
+    buckets = [{"up_to": 20, "max_response_length": 10, "temperature": 0.5}, {"up_to": 40, "samples_per_prompt": 2}]
+    tree = {**MINIMAL, "sampling": {**MINIMAL["sampling"], "by_prompt_length": buckets}}
+    for given, lengths in ((None, (10, 50, 50)), (30, (30, 30, 30)), (8, (8, 8, 8))):
+        sampling = made(tree, sets={"x": "x.jsonl"}, max_tokens=given).sampling
+        assert sampling.limits.values == lengths and sampling.samples.values == (2, 2, 2)
+        assert [section.temperature for section in sampling.sections()] == [0.5, 1.0, 1.0]
+
+
 def test_a_model_alone_has_the_lengths_that_it_takes() -> None:
     given = {"chat_template": True, "chat_template_kwargs": {"enable_thinking": False}}
     config = made(bare_tree(max_positions=40, max_tokens=32, **given), sets={"x": "x.jsonl"}, threshold=0.5)

@@ -151,5 +151,5 @@ def test_heads_of_no_engine_are_told_by_plan(inputs: Path, tmp_path: Path) -> No
     path = config(tmp_path, inputs, actor__model=str(model), critic__model=str(model), reference__model=str(model))
     status, lines = told("plan", path)
     assert status == 1 and lines[0].startswith(
-        f"actor.model: {model} has heads of 16 (head_dim). vLLM generates on CPUs with heads of 32, 64, 80"
+        f"actor.model: {model} has heads of 16 (head_dim). vLLM generates on CPUs with heads of 32, 48, 64, 80"
     )

@@ -55,6 +55,7 @@ def test_config_overrides_and_the_rest() -> None:
         (["--config", "x.yaml", "y.yaml"], "'y.yaml' is no override"),
         (["x.yaml", "--nnodes", "3:2"], "--nnodes 3:2: MIN is 1 or more, and MAX no less"),
         (["x.yaml", "--nnodes", "two"], "--nnodes two: a number of hosts, or MIN:MAX"),
+        (["/dev/stdin"], "/dev/stdin: is no file"),
         (["x.yaml", "--env", "1A=x"], "'1A' is no name of a variable"),
         (["x.yaml", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: is not set here; --env NOT_SET_HERE=VALUE sets it"),
     ],
@@ -82,8 +83,9 @@ def test_commands_and_environment_of_each_host() -> None:
     experiment = Experiment(3, environment={"NCCL_DEBUG": "WARN", "HF_HOME": "/hf"}, grace_seconds=60)
     torchrun = Torchrun(given, experiment, [A, B, C], "10.0.0.1", 29500, restarts=2)
     expected = (
-        "/opt/python -u -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr 10.0.0.1 "
-        "--master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 -m hybridflow.train x.yaml seed=1"
+        "/opt/python -u -P -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 "
+        "--master-addr 10.0.0.1 --master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 "
+        "-m hybridflow.train x.yaml seed=1"
     )
     assert torchrun.command(C) == expected.split()
     assert [torchrun.offset(host) for host in (A, B, C)] == [0, 8, 16]
@@ -97,6 +99,7 @@ def test_commands_and_environment_of_each_host() -> None:
         "HYBRIDFLOW_RESTARTS": "2",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
     }
     own = options("x.yaml", "--env", "GLOO_SOCKET_IFNAME=eth9", "--env", "OMP_NUM_THREADS=4")
     assert Torchrun(own, experiment, [A, B], "h", 1).environment(A, "ib0")["GLOO_SOCKET_IFNAME"] == "eth9"

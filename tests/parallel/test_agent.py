@@ -33,10 +33,10 @@ pathlib.Path({folder!r}, str(rank)).touch()
 """
 
 
-def started(what: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN, RANK.format(what=what)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(what: str, directory: Path = ROOT) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-c", RUN, RANK.format(what=what)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str | None, bool]:
@@ -47,8 +47,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str | None, bool]:
 
 
 @pytest.mark.distributed
-def test_all_ranks_are_done() -> None:
-    assert ended(started("sys.exit(0)")) == (0, None, False)
+def test_all_ranks_are_done(tmp_path: Path) -> None:
+    """And import Python's own modules, whatever files lie in the working directory."""
+    (tmp_path / "random.py").write_text("raise ImportError('of the user')\n")
+    assert ended(started("import random; sys.exit(0)", tmp_path)) == (0, None, False)
 
 
 @pytest.mark.distributed

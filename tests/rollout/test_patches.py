@@ -78,6 +78,19 @@ def test_no_engine_on_gpus_needs_flashinfer(monkeypatch: pytest.MonkeyPatch) -> 
     assert topk_topp_sampler.flashinfer_sampler_supported() is False
 
 
+def test_a_service_of_kubernetes_called_vllm_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(ValueError, match="appears to be a URI"):
+        envs.get_vllm_port()
+    set_environment()
+    assert envs.get_vllm_port() is None
+    monkeypatch.setenv("VLLM_PORT", "8000")
+    set_environment()
+    assert envs.get_vllm_port() == 8000
+
+
 REPLACED = """
 import torch
 library = torch.library.Library("aten", "IMPL")

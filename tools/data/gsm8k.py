@@ -53,7 +53,7 @@ def write(files: Sequence[Path], out: Path) -> int:
     """How many rows there were. Errors: DataError naming file and row."""
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = open_files(tuple(SourceConfig(path=str(file)) for file in files), str(out))
-    with out.open("w") as file:
+    with out.open("w", encoding="utf-8") as file:
         for start in range(0, len(rows), CHUNK):
             for row in converted(rows.rows_at(range(start, min(start + CHUNK, len(rows))))):
                 file.write(f"{json.dumps(row, ensure_ascii=False)}\n")

@@ -89,7 +89,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
             os.close(handle)
             try:
                 command = [compiler, *FLAGS, *flags, *(str(HERE / name) for name in SOURCES), "-o", part, "-lm"]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+                subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=SECONDS)
                 Path(part).chmod(0o755)
                 Path(part).replace(target)
             finally:
@@ -100,7 +100,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """The ranks of a host come at once, and one compiles for all."""
-    with (directory / "lock").open("w") as lock:
+    with (directory / "lock").open("w", encoding="utf-8") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: each compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -121,8 +121,11 @@ def _cache() -> Iterator[Path]:
 
 def _digest(compiler: str, flags: Sequence[str]) -> str:
     """Of all that decides the machine code: sources, compiler, flags, and what the CPU can do."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS)
-    cpu = Path("/proc/cpuinfo").read_text().splitlines()
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, errors="replace", timeout=SECONDS
+    )
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     features = sorted({line for line in cpu if line.startswith(("flags", "vendor_id", "cpu family", "model"))})
-    parts = [*(path.read_text() for path in sorted(HERE.glob("*.[ch]"))), version.stdout, *FLAGS, *flags, *features]
+    sources = (path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.[ch]")))
+    parts = [*sources, version.stdout, *FLAGS, *flags, *features]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

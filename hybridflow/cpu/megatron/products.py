@@ -135,6 +135,6 @@ def mkl_is_slow() -> bool:
 def _is_intel() -> bool:
     """True where /proc does not say: then nothing is changed."""
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return True

@@ -52,7 +52,7 @@ class Runs:
             [str(shipped_configs() / f"quickstart_{config}.yaml"), *own, *overrides, *self.overrides], log
         )
         if status:
-            end = "\n".join(log.read_text().splitlines()[-NUM_SHOWN:]) if log.exists() else ""
+            end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-NUM_SHOWN:]) if log.exists() else ""
             raise RunFailed(f"seed {self.seed}: {name} has ended with status {status}\n{end}".rstrip())
         return self.directory / "runs" / name
 
@@ -62,9 +62,9 @@ def by_command(arguments: list[str], log: Path) -> int:
     command = [sys.executable, "-m", "hybridflow", "train", *arguments, "--nproc", str(NUM_RANKS)]
     print(f"$ {shlex.join(['hybridflow', *command[3:]])}", flush=True)
     shown = time.monotonic()
-    with log.open("w", buffering=1) as file:
+    with log.open("w", buffering=1, encoding="utf-8") as file:
         running = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
         )
         assert running.stdout is not None, "it is a pipe"
         for line in running.stdout:
@@ -82,5 +82,5 @@ def rows(train: Path, heldout: Path) -> tuple[str, str]:
 
 def last_of(run: Path, metric: str) -> float:
     """The last value that a run has recorded of a metric."""
-    header, *values = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines())
+    header, *values = (line.split(",") for line in (run / "metrics.csv").read_text(encoding="utf-8").splitlines())
     return float([row[header.index(metric)] for row in values if row[header.index(metric)]][-1])

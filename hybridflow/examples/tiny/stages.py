@@ -110,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         except RunFailed as error:
             print_error(error, "tools.stages")
             return 1
-        (options.out / "stages.json").write_text(json.dumps([asdict(one) for one in reached], indent=2) + "\n")
+        (options.out / "stages.json").write_text(
+            json.dumps([asdict(one) for one in reached], indent=2) + "\n", encoding="utf-8"
+        )
     Console(width=100).print(table(reached))
     return 0
