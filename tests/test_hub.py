@@ -186,6 +186,20 @@ def test_a_connection_that_breaks(served: Hub) -> None:
         assert fetched("some-org/policy", "actor.model") == str(directory)
 
 
+def test_half_a_revision(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has asked for config.json alone of a newer revision, which no listing tells of."""
+    whole = Path(fetched("some-org/policy", "actor.model"))
+    newer = whole.with_name(SHA)
+    newer.mkdir()
+    shutil.copy(whole / "config.json", newer)
+    (whole.parents[1] / "refs" / "main").write_text(SHA)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    rule = f"{SHA}, have no weights .*Another revision is here with weights: some-org/policy@{whole.name}"
+    with pytest.raises(ConfigError, match=rule):
+        fetched("some-org/policy", "actor.model")
+    assert fetched(f"some-org/policy@{whole.name}", "actor.model") == str(whole)
+
+
 def test_commands_take_names(served: Hub, inputs: Path, tmp_path: Path) -> None:
     """An adapter brings its base model along."""
     base = Path(fetched("some-org/policy", "SRC"))

@@ -12,6 +12,7 @@ fetched. A snapshot with all of these is complete, whatever else the repository 
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -80,16 +81,28 @@ def fetched(model: str, key: str, *, weights: bool = True) -> str:
 
     try:
         try:
-            return _snapshot(model, weights=weights)
+            found = _snapshot(model, weights=weights)
         except (HfHubHTTPError, LocalEntryNotFoundError):  # the cache has been looked at, or is not to be
             raise
         except Exception:  # a connection that breaks: the cache may have all
-            return _snapshot(model, weights=weights, offline=True)
+            found = _snapshot(model, weights=weights, offline=True)
     except Exception as error:  # the Hub's, the network's and the disk's are of many kinds
         raise ConfigError(
             f"{key} = {model}: is no local directory, and cannot be fetched from the HuggingFace Hub: "
             f"{_reason(error, *_parts(model))}"
         ) from error
+    if weights:
+        _check_weights(Path(found), model, key)
+    return found
+
+
+def _check_weights(snapshot: Path, model: str, key: str) -> None:
+    """Errors: ConfigError for other formats, and for a revision of which another program has fetched some files."""
+    if any(snapshot.glob(WEIGHTS[0])):
+        return
+    whole = sorted(other.name for other in snapshot.parent.iterdir() if any(other.glob(WEIGHTS[0])))
+    hint = f". Another revision is here with weights: {_parts(model)[0]}@{whole[0]}" if whole else ""
+    raise ConfigError(f"{key} = {model}: the files of this revision, {snapshot}, have no weights ({WEIGHTS[0]}){hint}")
 
 
 def _snapshot(model: str, *, weights: bool, offline: bool = False) -> str:
