@@ -172,17 +172,19 @@ class Generation:
         cache takes memory only when every rank has come so far.
         """
         self.models_in_place, failure = False, None
-        with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
-            self._platform.empty_caches()
-            dist.barrier(group=dist.group.WORLD)
-            with self.generator.awake():
-                try:
-                    yield
-                except Exception as error:
-                    failure = error
-        self.models_in_place = True  # what has failed on the way out would not come here
-        if failure is not None:
-            raise failure
+        try:
+            with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
+                self._platform.empty_caches()
+                dist.barrier(group=dist.group.WORLD)
+                with self.generator.awake():
+                    try:
+                        yield
+                    except Exception as error:
+                        failure = error
+            self.models_in_place = True
+        finally:
+            if failure is not None:  # also where an engine that has failed cannot go to sleep
+                raise failure
 
     def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: DeferredRows) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
