@@ -54,11 +54,6 @@ PLACEHOLDER = re.compile(r"[A-Z]")  # a number that a reader puts in
 MAX_LINES, MAX_BYTES = 150, 9 * 1024  # of the README
 MOST_WORDS = 25  # of a sentence; 20 are the aim
 SHORT = ("getting-started", "tutorials", "guides", "explanation", "extend", "models")  # whose sentences are
-UNCLEAR = re.compile(  # words of our own for what the field has a word for, and phrases that a reader stops at
-    r"foret(?:old|ell)|hand-?off|dealt out|(?:an|the) earlier version|is what is waited|by comparing beginnings"
-    r"|this the whole|without a word\b(?!:)|as if nothing had happened|\bours\b|answers for itself|of old\b",
-    re.IGNORECASE,
-)
 
 
 # ------------------------------------------------------------------------------------------------ links
@@ -265,17 +260,6 @@ def test_sentences_of_pages_are_short(page: Path) -> None:
 
 def test_sentences_of_help_are_short() -> None:
     assert [(name, each) for name, text in help_texts().items() for each in long_ones(text)] == []
-
-
-@of_pages
-def test_pages_have_the_words_of_the_field(page: Path) -> None:
-    if not page.is_relative_to(DOCS / "dev"):
-        assert UNCLEAR.findall(page.read_text()) == []
-
-
-def test_help_has_the_words_of_the_field() -> None:
-    texts = help_texts() | {entry.path: entry.description for entry in entries()}
-    assert {name: found for name, text in texts.items() if (found := UNCLEAR.findall(text))} == {}
 
 
 def test_what_is_a_sentence() -> None:
