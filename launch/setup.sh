@@ -6,7 +6,8 @@
 #
 # Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs. --newest makes .venv-newest, for
 # tests: for CPUs, of Python 3.12, with which pyproject.toml takes a newer megatron-core.
-# Without --python: for CPUs Python 3.11, else 3.12; --cuda and --newest take 3.12.
+# Without --python: for CPUs Python 3.11, else 3.12; --cuda and --newest take 3.12. It is looked for on the PATH, then in
+# the folders of pyenv and uv.
 set -euo pipefail
 
 USAGE='usage: bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON]'
@@ -93,11 +94,19 @@ check_given_python() {
     supported "$version" || fail "--python $python is Python $version; $needs"
 }
 
+installed_pythons() {  # of version $1, where pyenv and uv keep them: the PATH need not have these
+    local uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME:-}/.local/share}/uv/python} candidate
+    for candidate in "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python3 "$uv/cpython-$1".*/bin/python3; do
+        [[ ! -x $candidate ]] || printf '%s\n' "$candidate"
+    done
+}
+
 find_python() {
     [[ -z $python ]] || return 0
-    local wanted candidate version found=
+    local wanted candidate version found= candidates
     for wanted in "${pythons[@]}"; do
-        for candidate in "python$wanted" python3; do
+        mapfile -t candidates < <(installed_pythons "$wanted")
+        for candidate in "python$wanted" python3 "${candidates[@]}"; do
             version=$(version_of "$candidate")
             if [[ $version == "$wanted" ]]; then
                 python=$candidate

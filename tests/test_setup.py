@@ -32,13 +32,13 @@ def make_python(path: Path, version: str | None) -> None:
     path.chmod(0o755)
 
 
-def set_up(root: Path, *arguments: str, **pythons: str) -> tuple[str, str]:
+def set_up(root: Path, *arguments: str, env: dict[str, str] | None = None, **pythons: str) -> tuple[str, str]:
     """What setup.sh says, and its last error. pythons: versions by name, "python3_12" for python3.12."""
     versions = {name.replace("_", "."): version for name, version in pythons.items()}
     for name in PYTHONS:
         make_python(root / "bin" / name, versions.get(name))
     command = ["bash", "launch/setup.sh", *arguments]
-    env = {"PATH": f"{root}/bin:/usr/bin:/bin"}
+    env = {"PATH": f"{root}/bin:/usr/bin:/bin"} | (env or {})
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     return done.stdout, done.stderr
@@ -62,6 +62,18 @@ def test_the_python_that_is_taken(arguments: list[str], pythons: dict[str, str],
     assert out == f"[1/4] making {venv} with {taken}\n"
     assert error.startswith(f"setup.sh: {taken.partition(' ')[0]} -m venv failed")
     assert (root / venv / "setup.stamp").read_text() == "unfinished\n"
+
+
+@pytest.mark.parametrize("folder", ["pyenv/versions/3.12.1", "uv/cpython-3.12.7-linux-x86_64-gnu"])
+def test_a_python_of_pyenv_or_uv_is_found(folder: str, root: Path) -> None:
+    """Behind those of the PATH, where pyenv has a name that does not start."""
+    (root / folder).mkdir(parents=True)
+    make_python(root / folder / "bin" / "python3", "3.12")
+    places = {"PYENV_ROOT": f"{root}/pyenv", "UV_PYTHON_INSTALL_DIR": f"{root}/uv"}
+    out, _ = set_up(root, "--cuda", env=places, python3="3.11")
+    assert out == f"[1/4] making .venv with {root}/{folder}/bin/python3 (Python 3.12)\n"
+    out, _ = set_up(root, "--cuda", env=places, python3_12="3.12")
+    assert out.startswith("[1/4] making .venv with python3.12 ")
 
 
 @pytest.mark.parametrize(
