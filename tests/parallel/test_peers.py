@@ -101,7 +101,7 @@ def test_the_kernels_count_of_kills_is_read_where_there_is_one(monkeypatch: pyte
         "/proc/self/cgroup": "0::/job\n",
         "/sys/fs/cgroup/job/memory.events": "low 0\nhigh 3\nmax 5\noom 2\noom_kill 2\noom_group_kill 0\n",
     }
-    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    monkeypatch.setattr(Path, "read_text", lambda path, **named: files[str(path)])
     assert out_of_memory_kills() == 2
     files["/proc/self/cgroup"] = "4:memory:/job\n0::/\n"
     files["/sys/fs/cgroup/memory/job/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n"
