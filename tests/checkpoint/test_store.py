@@ -217,9 +217,9 @@ def crash_at(number: int) -> None:
 
         return counted
 
-    def write_text(path: Path, text: str) -> None:
+    def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
         ends = reached()
-        path.write_bytes(text[: len(text) // 2].encode() if ends else text.encode())
+        path.write_bytes((text[: len(text) // 2] if ends else text).encode(encoding))
         if ends:
             os._exit(CRASHED)
 

@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_checkpoint_converts_to_what_the_run_has_written(run: Path, tmp_path: Path) -> None:
     step = run / "checkpoints" / "step_000002"
     to_peft(step / "actor", tmp_path / "adapter")
-    assert left_in(tmp_path / "adapter") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert left_in(tmp_path / "adapter") == ["adapter_config.json", "adapter_model.safetensors", "base_weights.json"]
     for file in left_in(tmp_path / "adapter"):
         assert (tmp_path / "adapter" / file).read_bytes() == (run / "adapter" / file).read_bytes(), file
     to_huggingface(step / "actor", tmp_path / "merged")
