@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from hybridflow.formats.weights_digest import WEIGHTS_OF
+
 
 class Effect(Enum):
     FREE = "yes"
@@ -330,7 +332,7 @@ CONTENTS: tuple[ChangeRule, ...] = (
         "the checkpoint's weights have that architecture",
     ),
     ChangeRule(
-        (*(f"the weights of {name}.model" for name in ("actor", "critic", "reward_model")), "the adapters of *"),
+        (*(f"{WEIGHTS_OF}{name}.model" for name in ("actor", "critic", "reward_model")), "the adapters of *"),
         REFUSED,
         REFUSED,
         "a checkpoint holds adapters alone, which belong to the weights that they were trained beside",
@@ -342,7 +344,7 @@ CONTENTS: tuple[ChangeRule, ...] = (
         "the model changes: KL or scores before and after are not comparable",
     ),
     ChangeRule(
-        ("the weights of *",),
+        (f"{WEIGHTS_OF}*",),
         NOTICED,
         NOTICED,
         "the directory has other weights than before: KL or scores before and after are not comparable",

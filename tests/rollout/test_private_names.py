@@ -6,7 +6,6 @@ found on CUDA too; what is used on CUDA alone is run by no other test.
 
 import ast
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.rollout import engine
 from hybridflow.rollout.device import BESIDE_A_TRAINER, CudaEngine, EngineDevice
 from hybridflow.rollout.expert_kernels import READ_AS_THEY_STAND
+from tests.names import lacks
 
 NAMES = {
     # rollout/patches.py, cpu/engine/patches.py
@@ -90,10 +90,7 @@ ENVIRONMENT = (
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
 def test_the_name_exists(module: str, name: str) -> None:
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        assert hasattr(found, part), f"{module} has no {name}"
-        found = getattr(found, part)
+    assert not lacks(module, name), f"{module} has no {name}"
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
