@@ -18,7 +18,7 @@ set -euo pipefail
 arguments=() setup=() newest=
 while (($#)); do
     case $1 in
-        --fast | --all | --rest) arguments+=(--set "${1#--}") ;;
+        --fast | --all | --rest | --weekly) arguments+=(--set "${1#--}") ;;
         --newest) newest=1 ;;
         --python) setup+=(--python "${2?--python needs a value}") && shift ;;
         *) arguments+=("$1") ;;

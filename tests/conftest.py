@@ -1,9 +1,9 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
-Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has what `default` leaves out,
-the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks, compiles nothing
-and is quick: what takes seconds all the same is marked `slow`. A run that names its tests, by path, `-k` or `-m`, takes
-them from `all`.
+Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has the tests marked `thorough`; `weekly`
+has those marked `weekly`, which neither of the two has; `all` is all three. `fast` has what of `default` starts no ranks,
+compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that names its tests, by path,
+`-k` or `-m`, takes them from `all`.
 """
 
 import functools
@@ -17,12 +17,19 @@ import pytest
 from hybridflow.cpu.kernels import library as libraries
 from tests import launch
 
-MARK, COMPILES, THOROUGH, SLOW = "distributed", "compiles", "thorough", "slow"
+MARK, COMPILES, THOROUGH, SLOW, WEEKLY = "distributed", "compiles", "thorough", "slow", "weekly"
+
+
+def _has(item: pytest.Item, *marks: str) -> bool:
+    return any(item.get_closest_marker(mark) is not None for mark in marks)
+
+
 SETS: dict[str, Callable[[pytest.Item], bool]] = {
-    "default": lambda item: not item.get_closest_marker(THOROUGH),
-    "rest": lambda item: bool(item.get_closest_marker(THOROUGH)),
+    "default": lambda item: not _has(item, THOROUGH, WEEKLY),
+    "rest": lambda item: _has(item, THOROUGH) and not _has(item, WEEKLY),
+    "weekly": lambda item: _has(item, WEEKLY),
     "all": lambda item: True,
-    "fast": lambda item: not any(item.get_closest_marker(mark) for mark in (MARK, COMPILES, THOROUGH, SLOW)),
+    "fast": lambda item: not _has(item, MARK, COMPILES, THOROUGH, SLOW, WEEKLY),
 }
 SECONDS = 5 * launch.SECONDS  # a module's fixture makes four launches at most, each of which ends by itself
 # Of the files that start ranks, which one worker has: those whose ranks wait most of the time, for deadlines, other
@@ -44,7 +51,7 @@ OTHERS = "others"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hybridflow")
     group.addoption(
-        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, all, fast"
+        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, weekly, all, fast"
     )
     group.addoption("--shard", type=_shard, default=(1, 1), metavar="K/N", help="the K-th of N parts, cut by files")
 
@@ -112,12 +119,10 @@ def selected(request: pytest.FixtureRequest) -> Callable[..., set[Any]]:
     """The values that the module's selected tests have for parameters: a launch runs no case that nobody looks at."""
 
     def values(*names: str) -> set[Any]:
-        calls = [item.callspec.params for item in request.session.items if item.path == request.path if _has(item)]
+        items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+        calls = [item.callspec.params for item in items]
         found = {tuple(call[name] for name in names) for call in calls if call.keys() >= set(names)}
         return {call[0] for call in found} if len(names) == 1 else found
-
-    def _has(item: pytest.Item) -> bool:
-        return hasattr(item, "callspec")
 
     return values
 
