@@ -1,9 +1,9 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
-Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has the tests marked `thorough`; `weekly`
-has those marked `weekly`, which neither of the two has; `all` is all three. `fast` has what of `default` starts no ranks,
-compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that names its tests, by path,
-`-k` or `-m`, takes them from `all`.
+Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has the tests marked `thorough`;
+`weekly` has those marked `weekly`, which neither of the two has; `all` is all three. `fast` has what of `default`
+starts no ranks, compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that names its
+tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
 import functools
