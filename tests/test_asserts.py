@@ -41,6 +41,7 @@ def _nodes(kind: type[ast.AST]) -> list[tuple[Path, Any]]:
     ]
 
 
+@pytest.mark.thorough
 def test_asserts_change_nothing() -> None:
     asserts = _nodes(ast.Assert)
     assert len(asserts) > 100

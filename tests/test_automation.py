@@ -11,15 +11,15 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKFLOW, DOCS = (ROOT / ".github" / "workflows" / f"{name}.yaml" for name in ("ci", "docs"))
+WORKFLOW, DOCS, WEEKLY = (ROOT / ".github" / "workflows" / f"{name}.yaml" for name in ("ci", "docs", "weekly"))
 
 
 def workflow(file: Path = WORKFLOW) -> dict[Any, Any]:
     return yaml.safe_load(file.read_text())
 
 
-def commands(job: str) -> list[list[str]]:
-    return [shlex.split(step["run"]) for step in workflow()["jobs"][job]["steps"] if "run" in step]
+def commands(job: str, file: Path = WORKFLOW) -> list[list[str]]:
+    return [shlex.split(step["run"]) for step in workflow(file)["jobs"][job]["steps"] if "run" in step]
 
 
 def test_the_workflow_runs_the_script_and_every_part_of_it() -> None:
@@ -30,27 +30,31 @@ def test_the_workflow_runs_the_script_and_every_part_of_it() -> None:
     assert rest == [f"rest --shard {part}/{len(rest)}" for part in range(1, len(rest) + 1)]
 
 
-def test_the_workflow_tests_the_newer_megatron_and_installs_the_set_for_gpus() -> None:
-    """Neither is for .ci/run: both download another torch, and the second compiles Transformer Engine."""
-    assert {"newest", "set-for-gpus"} < workflow()["jobs"].keys()
-    assert commands("newest")[0][:3] == ["bash", "launch/test.sh", "--newest"]
+def test_the_workflow_installs_the_set_for_gpus() -> None:
+    """It is not for .ci/run: it downloads another torch and compiles Transformer Engine."""
     assert commands("set-for-gpus")[1:4] == [
         ["bash", "launch/setup.sh", "--cuda"],
         [".venv/bin/hybridflow", "env"],
         [".venv/bin/python", "-m", "tests.constraints", "cuda", "check"],
     ]
-    assert "newest" not in (ROOT / ".ci" / "run").read_text()
+
+
+def test_each_week_the_newer_megatron_is_tested_and_what_else_is_left_out() -> None:
+    assert workflow(WEEKLY)[True].keys() == {"schedule", "workflow_dispatch"}
+    assert workflow(WEEKLY)["permissions"] == {"contents": "read"}
+    for job, part in (("newest", "newest"), ("products", "weekly")):
+        assert commands(job, WEEKLY)[0] == ["bash", ".ci/run", part]
 
 
 STUB = """\
 #!/bin/sh
-echo "$HYBRIDFLOW_PLATFORM|$*"
+case "$*" in *--where*) echo newest ;; *) echo "$HYBRIDFLOW_PLATFORM|$*" ;; esac
 """
 
 
 def called(root: Path, *arguments: str) -> list[str]:
     """What launch/test.sh calls: setup.sh, then the pytest of an environment, each with the platform that is set."""
-    for name in ("launch/setup.sh", ".venv/bin/python", ".venv-newest/bin/python"):
+    for name in ("launch/setup.sh", ".venv/bin/python", "newest/bin/python"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(STUB)
         (root / name).chmod(0o755)
@@ -65,13 +69,11 @@ def called(root: Path, *arguments: str) -> list[str]:
 def test_the_second_environment_has_the_tests_of_what_stands_on_megatron(tmp_path: Path) -> None:
     set_up, ran = called(tmp_path, "--newest", "--python", "python9", "--durations=3")
     assert set_up == "cpu|--python python9 --newest"
-    assert ran.startswith("cpu|-m pytest -n 3 --durations=3 tests/")
+    assert ran.startswith("cpu|-m pytest -n 3 --durations=3 --set default tests/")
     paths = [word for word in ran.split() if word.startswith("tests/")]
     assert [path for path in paths if not (ROOT / path).exists()] == []
-    wanted = {"models", "parallel", "checkpoint", "tools/convert", "rollout"}
-    assert {f"tests/{room}" for room in wanted} | {f"tests/distributed/test_{x}.py" for x in ("parity", "pairs")} <= {
-        *paths
-    }
+    wanted = {"models", "parallel", "checkpoint", "tools/convert", "rollout", "distributed"}
+    assert {f"tests/{room}" for room in wanted} <= {*paths}
     assert called(tmp_path, "--newest", "tests/models", "-x")[1] == "cpu|-m pytest -n 3 tests/models -x"
 
 

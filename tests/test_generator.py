@@ -38,7 +38,7 @@ def ask(rank: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_rank_without_addresses_is_enough_for_all(tmp_path: Path) -> None:
     processes.spawn(ask, (str(tmp_path),), nprocs=2)
     told = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]

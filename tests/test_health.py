@@ -222,6 +222,7 @@ def test_a_host_with_other_files_is_named(four_hosts: Path) -> None:
     assert layout.value.startswith("8 ranks: actor on 0-7")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_every_link_is_measured(four_hosts: Path) -> None:
     report = reports(four_hosts, "inputs")[0]

@@ -268,6 +268,7 @@ def one_line_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.thorough
 def test_data_sets_are_fetched_once_and_read_without_network(data_sets: Path, tmp_path: Path) -> None:
     def looked_at(endpoint: str | None, **more: str) -> str:
         done = with_hub(tmp_path, endpoint, "data", SUMS % "test", **more)
@@ -280,6 +281,7 @@ def test_data_sets_are_fetched_once_and_read_without_network(data_sets: Path, tm
     assert looked_at(None) == looked_at(None, HF_HUB_OFFLINE="1") == fetched
 
 
+@pytest.mark.thorough
 def test_a_revision_that_was_not_fetched_is_not_taken_from_another(data_sets: Path, tmp_path: Path) -> None:
     """`datasets` by itself takes the newest that is in its cache."""
     with hub(data_sets) as endpoint:

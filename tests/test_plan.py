@@ -363,7 +363,7 @@ def test_72_billion_parameters_on_1024_ranks() -> None:
     assert reshard["sent_bytes"]["total"] == reshard["received_bytes"]["total"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_starts_no_engine_and_no_process_group() -> None:
     code = (
         "import sys; from hybridflow.plan import main; status = main(['configs/llama3_8b_8gpus.yaml', '--json']);"

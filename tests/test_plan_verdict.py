@@ -106,6 +106,7 @@ def test_a_cache_that_fits_is_told_to_a_hundredth(plan, last_line) -> None:
 BIG = ("--memory-gib", "80", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=65536")
 
 
+@pytest.mark.thorough
 def test_each_change_that_is_told_is_enough(plan, last_line) -> None:
     found = plan(*BIG, status=3)["verdict"]["help"]
     modules = ["core_attn", "layernorm", "mlp"]
@@ -116,6 +117,7 @@ def test_each_change_that_is_told_is_enough(plan, last_line) -> None:
         plan(*BIG, f"{key}={value}", status=0)
 
 
+@pytest.mark.thorough
 def test_changes_that_are_enough_together(plan) -> None:
     """Nothing of two large micro-batches may stay."""
     both = (*BIG, "critic.micro_batch_tokens=65536")
@@ -125,6 +127,7 @@ def test_changes_that_are_enough_together(plan) -> None:
     plan(*both, *(f"{key}={value}" for key, value in found["together"].items()), status=0)
 
 
+@pytest.mark.thorough
 def test_more_ranks_where_no_change_suffices(plan) -> None:
     found = plan("--memory-gib", "40", status=3)["verdict"]["help"]
     assert (found["alone"], found["ranks"]) == ({}, 16)

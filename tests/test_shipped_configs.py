@@ -91,7 +91,7 @@ def plan(capsys: pytest.CaptureFixture[str]):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_plans(plan, path: Path) -> None:
     found = plan(path.stem)

@@ -136,6 +136,7 @@ def test_rewards_are_what_the_agent_returns(root: Path, told: dict[str, str]) ->
     assert (found["advantages"][~batch.response_mask] == 0).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.cases("calculator", "calculator at tp 2")
 def test_two_ranks_sample_what_one_does_whenever_agents_ask(root: Path, told: dict[str, str], on_two: None) -> None:
     one, two = rollout(root, "calculator"), rollout(root, "calculator at tp 2")

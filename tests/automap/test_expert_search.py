@@ -75,6 +75,7 @@ def test_sizes_are_those_of_a_replica_and_of_several() -> None:
     assert expert_sizes(small_spec(num_experts=16, experts_per_token=2), 8, 2, most=16) == [1, 2, 4, 8, 16]
 
 
+@pytest.mark.thorough
 def test_the_best_of_all_expert_sizes_placed_and_timed_one_by_one() -> None:
     """Within each memory that any of them takes."""
     values = {

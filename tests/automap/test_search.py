@@ -100,6 +100,7 @@ def test_what_is_cut_off_is_not_among_the_best(num_ranks: int, part: float) -> N
         assert pruned.counts.branches <= whole.counts.branches
 
 
+@pytest.mark.thorough
 def test_the_winner_is_the_best_of_all_configs_placed_and_timed_one_by_one() -> None:
     """Independent of the search's enumeration, of its memory and of its bound."""
     values = {

@@ -11,11 +11,13 @@ FAR_OFF = {("0.4", "qwen3-30b-a3b"), ("0.4", "qwen3-235b-a22b"), ("0.5", "qwen3-
 NAMES = {"qwen3-30b-a3b": "30B-A3B", "qwen3-235b-a22b": "235B-A22B"}
 
 
+@pytest.mark.thorough
 def test_the_page_has_the_tables_of_the_script() -> None:
     written = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
     assert written == tables(), "python -m tests.bench.published --write"
 
 
+@pytest.mark.thorough
 def test_rows_are_within_a_factor_or_named_on_the_page() -> None:
     rows = published_rows()
     blind = zip(NEMO_RUNS, rows, strict=False)

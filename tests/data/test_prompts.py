@@ -253,7 +253,7 @@ class Verbose:
         return {"input_ids": [list(range(i := 1000 + len(text), i + 500)) for text in texts]}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_million_prompts_of_500_tokens_take_less_than_200_mb(tmp_path: Path) -> None:
     """By count, and by what a process takes at most, beyond what one chunk takes for the time being."""
     few, many = 2 * usable.CHUNK_ROWS, 30_000

@@ -196,6 +196,7 @@ def test_no_row_starts_again_for_ever() -> None:
     assert rows.events(wait=True)[0].failed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1000, 16000])
 def test_what_is_looked_at_grows_with_the_rows_under_way(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with all rows of a rollout: eight are under way at a time, each for two calls of `work`."""

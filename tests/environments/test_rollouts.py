@@ -131,6 +131,7 @@ def test_what_is_written_between_turns_is_the_templates_own(root: Path, told: di
     assert 2 <= num_calls <= float(metrics(root, "talk")[0]["environment/tool_calls"])
 
 
+@pytest.mark.thorough
 @pytest.mark.cases("talk")
 @pytest.mark.parametrize("case", ON_TWO)
 def test_two_ranks_sample_what_one_does_whenever_tools_answer(
@@ -258,6 +259,7 @@ def steps_with_holes(root: Path, told: dict[str, str]) -> dict[str, dict[str, Te
     return torch.load(out)
 
 
+@pytest.mark.thorough
 @pytest.mark.cases("talk")
 @pytest.mark.parametrize("case", HOLES)
 def test_a_training_step_reads_nothing_of_what_stands_in_gaps(

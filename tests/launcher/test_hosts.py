@@ -94,6 +94,7 @@ def assert_same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> Non
 # ------------------------------------------------------------------------------------------------ it trains
 
 
+@pytest.mark.thorough
 def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directory: Path) -> None:
     """Stages of the actor lie on two hosts, and so do the ranks of an engine replica where the config allows it.
 

@@ -45,7 +45,7 @@ def bfloat16_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_value_is_the_float32_product_of_bfloat16_hidden_states_and_weights(bfloat16_values: dict) -> None:
     hidden, weight = (torch.tensor(bfloat16_values[name]) for name in ("hidden", "weight"))
     values = torch.tensor(bfloat16_values["values"])

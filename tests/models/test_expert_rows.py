@@ -135,9 +135,9 @@ def test_the_same_inputs_give_the_same_bits(kernels: ExpertKernels) -> None:
 needs_triton = pytest.mark.skipif(not expert_triton.HAS_TRITON, reason="triton is not installed")
 
 
+@pytest.mark.thorough
 @needs_triton
 @pytest.mark.skipif(INTERPRETS, reason="this is that process")
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_triton_kernels_pass_these_tests_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", BY_TRITON]

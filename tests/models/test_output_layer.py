@@ -126,7 +126,7 @@ def peaks() -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_plan_counts_what_is_there_at_once(peaks: list[dict[str, Any]]) -> None:
     """Of 16,384 rows and 151,936 columns on meta tensors, by each tensor-parallel size."""
     assert {its["tp"] for its in peaks} == {1, 2, 8}

@@ -93,6 +93,7 @@ def test_ranks_that_are_told_to_end_save_and_give_the_status(tmp_path: Path) -> 
     assert "hybridflow: SIGTERM: the ranks save and end, in 20 s at most" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_that_are_told_before_they_can_save_have_saved_nothing(tmp_path: Path) -> None:
     process = started(f"import pathlib\npathlib.Path({str(tmp_path)!r}, str(rank)).touch()")

@@ -100,6 +100,7 @@ def last_calls(report: str, rank: int) -> list[str]:
 # ------------------------------------------------------------------------------------------------ stuck
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_named_and_all_end(start) -> None:
     ranks = start("exchange")
     ranks.wait_until_ready()

@@ -257,9 +257,9 @@ needs_triton = pytest.mark.skipif(not vocab_triton.HAS_TRITON, reason="triton is
 ALONE = pytest.mark.parametrize("way", ["by torch"], indirect=True)
 
 
+@pytest.mark.thorough
 @needs_triton
 @ALONE
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_triton_kernels_pass_these_tests_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", BY_TRITON]

@@ -80,7 +80,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return [torch.load(out / f"{rank}.pt") for rank in range(NUM_RANKS)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_the_peak_is_what_the_reshard_counts(
     measured: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch

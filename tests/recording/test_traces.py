@@ -121,6 +121,7 @@ def test_a_rank_that_a_run_does_not_have_is_refused(config: Path) -> None:
     assert place(within, 2).world_size == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_run_writes_the_traces_and_computes_the_same(config: Path) -> None:
     change = "metrics.profile={iterations: [2], ranks: [1]}"

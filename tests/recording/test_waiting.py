@@ -12,6 +12,7 @@ from tests.launch import run_ranks
 SECONDS = 3.0
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_rank_that_the_others_waited_for_is_named(tp: int, tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_tensorboard_is_imported_only_when_asked_for(tmp_path: Path) -> None:
     code = (
         "import sys; from hybridflow.recording.writers import MetricsWriter\n"

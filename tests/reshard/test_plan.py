@@ -323,8 +323,8 @@ def worlds_of(train: Layout) -> list[World]:
 
 
 def _is_default(train: Layout) -> bool:
-    """Up to three ranks, and one layout that is cut in all ways."""
-    return len(train.ranks) < 4 or (train.tp, train.pp, train.vpp) == (2, 2, 2)
+    """Up to two ranks, and one layout that is cut in all ways."""
+    return len(train.ranks) < 3 or (train.tp, train.pp, train.vpp) == (2, 2, 2)
 
 
 @pytest.mark.slow
@@ -355,10 +355,15 @@ EXPERT_LAYOUTS = [  # tp, pp, dp, ep, etp
         (2, 2, 2, 4, 1),
     ],
 ]
+EXPERTS_BY_DEFAULT = ((2, 2, 1, 2, 1), (2, 1, 2, 4, 1), (1, 1, 4, 2, 2))  # within a replica, over replicas, cut
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", EXPERT_LAYOUTS, ids=lambda sizes: "tp{}pp{}dp{}ep{}etp{}".format(*sizes))
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(x, marks=() if x in EXPERTS_BY_DEFAULT else pytest.mark.thorough) for x in EXPERT_LAYOUTS],
+    ids=lambda sizes: "tp{}pp{}dp{}ep{}etp{}".format(*sizes),
+)
 def test_the_engine_gets_every_expert_and_no_rank_more_than_it_lacks(sizes: tuple[int, ...]) -> None:
     tp, pp, dp, ep, etp = sizes
     train = layout(tp, pp, dp, ep=ep, etp=etp)

@@ -136,7 +136,7 @@ def hangs_or_ends(prompts: list[str], responses: list[str], columns: dict[str, l
     return [1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_row_that_is_lost_has_the_score_of_a_function_that_has_one(capsys) -> None:
     """What a function raises of its own is no lost row."""
     path = f"{HERE}:hangs_or_ends"

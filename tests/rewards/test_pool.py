@@ -97,7 +97,7 @@ def test_what_is_not_begun_can_be_withdrawn() -> None:
         assert pool._rows == {} and pool._outcomes == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_coroutines_run_beside_each_other_and_none_is_blamed_for_another() -> None:
     """Of eight at a time, one blocks the event loop, one ends the process, one hangs as it should."""
     with pool_of(spec(f"{MISBEHAVING}:waits", awaited=True, timeout_seconds=2.0)) as pool:

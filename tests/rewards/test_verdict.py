@@ -68,6 +68,7 @@ def test_what_is_no_clear_score_is_an_error(says: str, expected: str) -> None:
         verdict(says, 0.0, 10.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["[" * 30_000, '{"a":' * 30_000, "score: " * 20_000, "1 " * 20_000, "(" * 30_000])
 def test_a_hostile_judge_takes_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="the judge"):

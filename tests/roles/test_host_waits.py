@@ -62,6 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return json.loads((root / "found.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_no_micro_batch_makes_the_host_wait(found: dict, name: str) -> None:

@@ -67,6 +67,7 @@ def check_compiled() -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.compiles
 def test_compiled_code_is_one_graph_and_reads_the_adapters_anew() -> None:
     """In a process of its own: hybridflow turns torch's compiler off on CPUs, and says so in the environment."""

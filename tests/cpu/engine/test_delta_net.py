@@ -101,7 +101,7 @@ assert is_torchvision_available() == (importlib.util.find_spec("torchvision") is
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_nothing_stays_of_the_package_that_is_missing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -72,6 +72,7 @@ def by_both(sampler: Any, monkeypatch: pytest.MonkeyPatch, **changes: object) ->
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [

@@ -65,6 +65,7 @@ def computes_as_torch() -> bool:
     return torch.equal(ours, attention_by_length(*qkv, packed=packed, scale=0.3))
 
 
+@pytest.mark.thorough
 @NEEDED
 def test_it_is_compiled_once_and_kept(fresh: Path) -> None:
     assert libraries.library() is not None and libraries.why_not() is None
@@ -152,6 +153,7 @@ def alone() -> dist.ProcessGroup:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_where_one_rank_has_none_all_do_without(
     fresh: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ def test_help_and_wrong_arguments_load_no_heavy_package() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_conversion_loads_neither_transformers_nor_megatron(source: Path, tmp_path: Path) -> None:
     """They take half a gigabyte and seconds."""
     code = (

@@ -175,6 +175,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(back: bool, sour
     assert left_in(tmp_path) == [*before, "target"]
 
 
+@pytest.mark.thorough
 def test_a_conversion_killed_while_it_overwrites_leaves_the_old_target(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     to_megatron(source, target)

@@ -1,10 +1,13 @@
 """HuggingFace -> megatron -> HuggingFace: every bit comes back, and transformers loads the result."""
 
 import json
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridflow.convert.to_huggingface import to_huggingface
@@ -31,9 +34,16 @@ LAYOUTS = {  # dtype, files of the source, bytes of a file of the result
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+def by_turns(cases: Sequence[tuple[bool, str]]) -> list[ParameterSet]:
+    """Each family with two of the cases, which take turns; the product is weekly."""
+    return [
+        pytest.param(family, *case, marks=() if (number - turn) % len(cases) in (0, 3) else pytest.mark.weekly)
+        for turn, family in enumerate(FAMILIES)
+        for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("family", "tied", "layout"), by_turns(list(product((False, True), LAYOUTS))))
 def test_every_bit_comes_back(family: str, tied: bool, layout: str, models: Models, tmp_path: Path) -> None:
     dtype, num_files, max_shard_bytes = LAYOUTS[layout]
     source = models.copy(tmp_path / "source", family, tied=tied)
@@ -55,7 +65,7 @@ def test_a_score_head_comes_back(family: str, models: Models, tmp_path: Path) ->
     assert "score.weight" in tensors_of(tmp_path / "back")
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_the_result(family: str, tied: bool, models: Models, tmp_path: Path) -> None:
     source = models.copy(tmp_path / "source", family, tied=tied)

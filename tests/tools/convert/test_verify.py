@@ -113,7 +113,7 @@ def test_what_is_printed(other: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- --forward
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_forward(models: Models, tmp_path: Path) -> None:
     """All in one process of their own: megatron-core takes seconds to import, and changes torch on a CPU."""
     pairs = []
