@@ -3,7 +3,8 @@
 #
 #   bash launch/test.sh            what matters most of each room: 8 minutes on 2 cores
 #   bash launch/test.sh --fast     what of these is quick, no ranks and no compiler: 2 minutes
-#   bash launch/test.sh --rest     what a change must pass besides, as .ci/run runs it: half an hour
+#   bash launch/test.sh --rest     what a change must pass besides: half an hour
+#   bash launch/test.sh --gate     both in one session, as .ci/run has it
 #   bash launch/test.sh --weekly   products of what the others take by pairs
 #   bash launch/test.sh --all      everything
 #   bash launch/test.sh --newest [--python PYTHON]
@@ -19,7 +20,7 @@ set -euo pipefail
 arguments=() setup=() newest=
 while (($#)); do
     case $1 in
-        --fast | --all | --rest | --weekly) arguments+=(--set "${1#--}") ;;
+        --fast | --all | --rest | --gate | --weekly) arguments+=(--set "${1#--}") ;;
         --newest) newest=1 ;;
         --python) setup+=(--python "${2?--python needs a value}") && shift ;;
         *) arguments+=("$1") ;;

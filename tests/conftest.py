@@ -1,9 +1,9 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
 Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has the tests marked `thorough`;
-`weekly` has those marked `weekly`, which neither of the two has; `all` is all three. `fast` has what of `default`
-starts no ranks, compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that names its
-tests, by path, `-k` or `-m`, takes them from `all`.
+`gate` is both, in one session; `weekly` has those marked `weekly`, which neither has; `all` is all three. `fast` has what
+of `default` starts no ranks, compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that
+names its tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
 import functools
@@ -27,6 +27,7 @@ def _has(item: pytest.Item, *marks: str) -> bool:
 SETS: dict[str, Callable[[pytest.Item], bool]] = {
     "default": lambda item: not _has(item, THOROUGH, WEEKLY),
     "rest": lambda item: _has(item, THOROUGH) and not _has(item, WEEKLY),
+    "gate": lambda item: not _has(item, WEEKLY),
     "weekly": lambda item: _has(item, WEEKLY),
     "all": lambda item: True,
     "fast": lambda item: not _has(item, MARK, COMPILES, THOROUGH, SLOW, WEEKLY),
@@ -51,7 +52,7 @@ OTHERS = "others"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hybridflow")
     group.addoption(
-        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, weekly, all, fast"
+        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, gate, weekly, all, fast"
     )
     group.addoption("--shard", type=_shard, default=(1, 1), metavar="K/N", help="the K-th of N parts, cut by files")
 
@@ -94,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """How many tests that was, how long, and how to run all."""
-    if config.option.set not in ("default", "fast"):
+    if config.option.set == "all":
         return
     ran = sum(len(terminalreporter.getreports(outcome)) for outcome in ("passed", "failed"))
     seconds = round(time.monotonic() - config.stash[STARTED])

@@ -2,7 +2,7 @@
 
 A page's blocks run in their order in one directory, under `set -e`, after the files that its blocks with
 `<!-- file: NAME -->` show. The copy has a `.venv` of its own over the packages of this environment, as a finished
-`launch/setup.sh` leaves one, so that nothing is installed.
+`launch/setup.sh` leaves one, so that nothing is installed. Tiny models that one page has made are there for the next.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,14 @@ RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks_of(page
 SCRIPT = "#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 
 
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages have made in `data/`."""
+    return tmp_path_factory.mktemp("pages") / "data"
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tiny_models: Path, tmp_path: Path) -> Iterator[Path]:
     """What git tracks, and files that it does not ignore."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
@@ -33,7 +40,11 @@ def checkout(tmp_path: Path) -> Path:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tmp_path / name)
     make_venv(tmp_path)
-    return tmp_path
+    if tiny_models.exists():
+        tiny_models.rename(tmp_path / "data")
+    yield tmp_path
+    if (tmp_path / "data").exists():
+        (tmp_path / "data").rename(tiny_models)
 
 
 def make_venv(root: Path) -> None:
