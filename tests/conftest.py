@@ -1,9 +1,9 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
 Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has the tests marked `thorough`;
-`gate` is both, in one session; `weekly` has those marked `weekly`, which neither has; `all` is all three. `fast` has what
-of `default` starts no ranks, compiles nothing and is quick: what takes seconds all the same is marked `slow`. A run that
-names its tests, by path, `-k` or `-m`, takes them from `all`.
+`gate` is both, in one session; `weekly` has those marked `weekly`, which neither has; `all` is all three. `fast` has
+what of `default` starts no ranks, compiles nothing and is quick: what takes seconds all the same is marked `slow`. A
+run that names its tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
 import functools
@@ -52,7 +52,7 @@ OTHERS = "others"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hybridflow")
     group.addoption(
-        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, gate, weekly, all, fast"
+        "--set", choices=list(SETS), help=f"which tests: {', '.join(SETS)}; default: default, with a path, -k or -m all"
     )
     group.addoption("--shard", type=_shard, default=(1, 1), metavar="K/N", help="the K-th of N parts, cut by files")
 
