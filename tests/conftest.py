@@ -7,12 +7,14 @@ run that names its tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridflow.cpu.kernels import library as libraries
 from tests import launch
@@ -65,7 +67,9 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist get the set from here."""
+    """The workers of pytest-xdist get the set from here. One thread a process, as in launch/test.sh, however it is called:
+    several processes run beside each other, and sums over threads come in another order."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     config.stash[STARTED] = time.monotonic()
     if config.option.set is None:
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
