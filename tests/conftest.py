@@ -67,8 +67,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of pytest-xdist get the set from here. One thread a process, as in launch/test.sh, however it is called:
-    several processes run beside each other, and sums over threads come in another order."""
+    """The workers of pytest-xdist get the set from here. However pytest is called, a process has one thread, as in
+    launch/test.sh: sums over threads come in another order."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     config.stash[STARTED] = time.monotonic()
     if config.option.set is None:
