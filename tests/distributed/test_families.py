@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hybridflow.convert.to_megatron import to_megatron
+from tests.distributed.cases import CHANGES, FAMILIES, NUM_LAYERS
 from tests.distributed.families_worker import CONVERTED, KINDS, LOGIT_LAYOUTS, NEW_FAMILIES
-from tests.distributed.pairs import CHANGES, FAMILIES, NUM_LAYERS
 from tests.distributed.test_ppo import METRICS
 from tests.launch import run_ranks
 from tests.tiny_models import give_own_head, make_checkpoints, make_prompts
