@@ -130,8 +130,6 @@ LAYOUT_AXES = tuple(AXES)[1:]
 SPLIT = Case(tp=2, sequence_parallel=True, recompute="selective")  # norms' gradients are summed over the ranks of tp
 STAGED = Case(pp=2, last=1, recompute="full")
 MIXED = Case(tp=2, pp=2, sequence_parallel=True)
-DEALT, OVER_REPLICAS = Case(tp=2, ep=2), Case(dp=2, ep=2)
-CONTEXT = Case(tp=2, cp=2, sequence_parallel=True, recompute="full")  # keys are kept where a layer is computed again
 CONTEXT_IN_STAGES = Case(pp=2, cp=2, recompute="selective")
 DEFAULT: dict[str, tuple[Case, ...]] = {
     "llama": (Case(tp=2), Case(dp=2, all_budgets=True), Case(pp=2, vpp=2, all_budgets=True)),
@@ -139,12 +137,17 @@ DEFAULT: dict[str, tuple[Case, ...]] = {
     "opt": (Case(pp=2, vpp=2),),
     "gemma3": (SPLIT,),
     "qwen3_5": (MIXED,),
-    "glm4_moe": (DEALT, OVER_REPLICAS),
+    "glm4_moe": (Case(tp=2, ep=2), Case(dp=2, ep=2)),
     "deepseek_v3": (CONTEXT_IN_STAGES,),
     "mixtral": (SPLIT,),  # the norm of gradients counts a rank's share of experts
 }
 REST: dict[str, tuple[Case, ...]] = {
-    "llama": (Case(all_budgets=True), CONTEXT, Case(pp=4, recompute="selective"), Case(tp=4)),
+    "llama": (
+        # keys are kept where a layer is computed again; with larger micro-batches no row is cut
+        Case(tp=2, cp=2, sequence_parallel=True, recompute="full", all_budgets=True),
+        Case(pp=4, recompute="selective"),
+        Case(tp=4),
+    ),
     "qwen3": (
         Case(dp=2, recompute="full"),
         Case(tp=4),  # more ranks than key/value heads
