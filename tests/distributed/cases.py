@@ -1,6 +1,8 @@
 """What the parity worker runs and what the test compares it with: one description for both."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,7 +11,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
 from hybridflow.config.recompute import Recompute
 from tests.reference.ppo import Hyperparameters
-from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN, VOCAB_SIZE
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN, VOCAB_SIZE, give_own_head, make_checkpoints
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,18 @@ CHANGES = {  # to configs; of these families another has the weights
     "own_head": {},
     "gemma3_untied": {},
 }
+
+
+def make_family(root: Path, name: str, **more: Any) -> Path:
+    """ROOT/NAME with the checkpoints of a family."""
+    family, tied, num_kv_heads = FAMILIES[name]
+    sizes = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "changes": CHANGES.get(name)}
+    made = make_checkpoints(root / name, family=family, tied=tied, **sizes | more)
+    if name == "own_head":
+        give_own_head(made / "policy")
+    return made
+
+
 KINDS = tuple(FAMILIES)[:7]  # of layers: other families have them under other names or with other flags
 # Prompts of their own and prompts that samples share are both in every case.
 AXES = {

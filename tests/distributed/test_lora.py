@@ -12,13 +12,11 @@ from hybridflow.architecture.lora import initial_a
 from tests.covering import params
 from tests.distributed.cases import (
     ADAM,
-    CHANGES,
-    FAMILIES,
     HYPER,
-    NUM_LAYERS,
     SGD,
     Case,
     listed,
+    make_family,
     make_groups,
     make_rollout,
 )
@@ -38,7 +36,6 @@ from tests.distributed.test_parity import TOLERANCES, assert_close, named, packe
 from tests.launch import run_ranks
 from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
-from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -47,9 +44,7 @@ pytestmark = pytest.mark.distributed
 def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted(selected("family")):
-        family, tied, num_kv_heads = FAMILIES[name]
-        more = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "changes": CHANGES.get(name)}
-        made = make_checkpoints(root / name, family=family, tied=tied, **more)
+        made = make_family(root, name)
         adapted(made / "policy", name, seed=1).save_pretrained(made / "adapter")
         if name not in WITHOUT_CRITIC:
             adapted(made / "policy", name, seed=2, score=True).save_pretrained(made / "critic_adapter")

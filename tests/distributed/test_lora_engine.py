@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 
 from tests.covering import params
-from tests.distributed.cases import FAMILIES, NUM_LAYERS
+from tests.distributed.cases import make_family
 from tests.distributed.lora_engine_worker import CASES
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints, make_prompts
+from tests.tiny_models import make_prompts
 
 pytestmark = pytest.mark.distributed
 
@@ -27,9 +27,7 @@ def results(selected, tmp_path_factory) -> dict[str, list[dict[str, float]]]:
     root = tmp_path_factory.mktemp("lora_engine")
     wanted, found = sorted(selected("case", "family")), {}
     for name in sorted({family for _, family in wanted}):
-        family, tied, num_kv_heads = FAMILIES[name]
-        sizes = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "head_dim": 32, "std": 0.1}
-        make_checkpoints(root / name, family=family, tied=tied, **sizes)
+        make_family(root, name, head_dim=32, std=0.1)
     prompts = make_prompts(root / "prompts.jsonl", 32)
     make_prompts(root / "heldout.jsonl", 3, seed=1)
     for num_ranks in sorted({CASES[case][0] for case, _ in wanted}):

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.covering import params
-from tests.distributed.cases import CHANGES, FAMILIES, NUM_LAYERS
+from tests.distributed.cases import make_family
 from tests.distributed.pairs import BUCKET_BYTES, DEFAULT, LARGEST_WEIGHT_BYTES, REST, WEEKLY, Pair
 from tests.launch import run_ranks
-from tests.tiny_models import give_own_head, make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -21,18 +20,7 @@ every_pair = pytest.mark.parametrize("pair", params(DEFAULT, REST, WEEKLY), ids=
 def checkpoints(selected, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted({pair.family for pair in selected("pair")}):
-        family, tied, num_kv_heads = FAMILIES[name]
-        make_checkpoints(
-            root / name,
-            family=family,
-            tied=tied,
-            num_kv_heads=num_kv_heads,
-            num_layers=NUM_LAYERS,
-            head_dim=32,
-            changes=CHANGES.get(name),
-        )
-        if name == "own_head":
-            give_own_head(root / name / "policy")
+        make_family(root, name, head_dim=32)
     return root
 
 

@@ -11,24 +11,22 @@ from hybridflow.models.prompt_groups import PromptGroup, prompt_groups
 from tests.covering import params
 from tests.distributed.cases import (
     ADAM,
-    CHANGES,
     DEFAULT,
-    FAMILIES,
     HYPER,
-    NUM_LAYERS,
     REST,
     SGD,
     WEEKLY,
     Case,
     budgets,
     listed,
+    make_family,
     make_groups,
     make_rollout,
 )
 from tests.launch import run_ranks
 from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
-from tests.tiny_models import SCORES, by_checkpoint_name, make_checkpoints
+from tests.tiny_models import SCORES, by_checkpoint_name
 
 pytestmark = pytest.mark.distributed
 
@@ -43,15 +41,7 @@ SIGMOID_ROUTERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight")
 def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted(selected("family")):
-        family, tied, num_kv_heads = FAMILIES[name]
-        make_checkpoints(
-            root / name,
-            family=family,
-            tied=tied,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=num_kv_heads,
-            changes=CHANGES.get(name),
-        )
+        make_family(root, name)
     return root
 
 
