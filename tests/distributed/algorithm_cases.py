@@ -19,6 +19,7 @@ LAYOUTS = {  # micro-batch tokens
     Case(dp=2): 17,
     Case(tp=2, pp=2, dp=2): 64,
     Case(pp=2, cp=2): 17,  # some rows are cut, some are not
+    Case(tp=2, dp=2, cp=2, sequence_parallel=True): 17,
 }
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 MAX_RESPONSE_LENGTH = 13
@@ -199,9 +200,12 @@ ALGORITHMS: dict[str, Compared] = {
 }
 
 
-DEFAULT, REPLICATED, MIXED, CONTEXT = LAYOUTS
+DEFAULT, REPLICATED, MIXED, CONTEXT, CONTEXT_OF_REPLICAS = LAYOUTS
 WHOLE = (DEFAULT, MIXED)  # what is compared beside algorithms is in these
 WEIGHTED = [name for name in ALGORITHMS if name.startswith("weights_")]
-# Every algorithm is run with each way to cut a model, a batch or a row, and without it; in the mix, those that the
-# tests of `WHOLE` read, and a critic's.
-RUN = {case: list(ALGORITHMS) for case in LAYOUTS} | {MIXED: ["gspo", "cispo", "sapo", *WEIGHTED, "by_length", "vapo"]}
+# Every algorithm is run with each way to cut a model, a batch or a row, and without it; in the mixes, those that the
+# tests of `WHOLE` read, and those that couple the tokens of a row.
+RUN = {case: list(ALGORITHMS) for case in LAYOUTS} | {
+    MIXED: ["gspo", "cispo", "sapo", *WEIGHTED, "by_length", "vapo"],
+    CONTEXT_OF_REPLICAS: ["gspo", "vapo"],
+}

@@ -81,7 +81,7 @@ CASES = {
     "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), LATE),
     # 13 blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
     "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=13 * 2 * 2**15 / 2**30),
-    "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
+    "full cache": Case("qwen2", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
     "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
     # config.json says tied; vLLM finds no weights there that say otherwise
     "own head": Case("own_head", 1, 2, ((0, 2), (1, 3)), EARLY, directory="without_weights"),

@@ -10,11 +10,12 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.placement.placed import place
 from tests.covering import pair, uncovered
-from tests.distributed import lora_cases, pairs
+from tests.distributed import algorithm_cases, fixed_cases, lora_cases, pairs
 from tests.distributed.cases import ALGORITHM, AXES, NUM_LAYERS, SGD, SHOWN, SIXTEEN_RANKS, Case
 from tests.distributed.parity_worker import experiment
 from tests.tiny_models import make_checkpoints
 
+CUTS = {axis: (1, 2) for axis in ("tp", "pp", "dp", "cp")}
 MIXTURES = ("glm4_moe", "qwen3_moe", "deepseek_v3")
 # two axes, the least layout with the two values, the rollout, what is said
 REFUSED: list[tuple[tuple[str, str], Case, dict[str, Any], str]] = [
@@ -36,11 +37,16 @@ def values(cases: list[tuple[Case, str]]) -> list[dict[str, Any]]:
         (AXES, values([*SHOWN, *SIXTEEN_RANKS])),  # which are of the weekly set
         (lora_cases.LORA_AXES, values(lora_cases.SHOWN)),
         (pairs.PAIR_AXES, [each.values for each in (*pairs.DEFAULT, *pairs.REST)]),
+        (
+            {"name": algorithm_cases.ALGORITHMS, **CUTS},
+            [{"name": name, **case.values} for case, names in algorithm_cases.RUN.items() for name in names],
+        ),
+        (CUTS, [case.values for case, _ in fixed_cases.LAYOUTS]),  # each with all algorithms
     ],
-    ids=["parity", "adapters", "hand-offs"],
+    ids=["parity", "adapters", "hand-offs", "algorithms", "fixed data"],
 )
 def test_any_two_values_stand_together_but_for_those_that_are_refused(axes: dict, cases: list) -> None:
-    plain = [kind for kind in axes["kind"] if kind not in MIXTURES]
+    plain = [kind for kind in axes.get("kind", ()) if kind not in MIXTURES]
     least = [(both, {"kind": kind, "whole": True, **case.values}) for both, case, *_ in REFUSED for kind in plain]
     refused = {pair(case, *both) for both, case in least}
     assert uncovered(axes, cases) == {both for both in refused if all(x in axes.get(axis, ()) for axis, x in both)}
