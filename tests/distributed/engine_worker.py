@@ -78,10 +78,11 @@ CASES = {
     "tp2 at intervals": Case("llama", 2, 1, ((0, 2), (1, 3))),
     "tp4 replicated kv": Case("few_kv", 4, 1, ((0, 1, 2, 3),)),
     "pp2 apart": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY),
-    "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), LATE),
+    "pp2 apart tied": Case("qwen2", 1, 2, ((0, 2), (1, 3)), LATE),
+    "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), EARLY),
     # 13 blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
     "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=13 * 2 * 2**15 / 2**30),
-    "full cache": Case("qwen2", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
+    "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
     "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
     # config.json says tied; vLLM finds no weights there that say otherwise
     "own head": Case("own_head", 1, 2, ((0, 2), (1, 3)), EARLY, directory="without_weights"),
@@ -267,7 +268,7 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
     """Engines built and closed in turn: resident memory after each, and what a cache that never sleeps holds asleep."""
     resident, kept, seconds = [], [], []
     for number in range(NUM_REBUILDS):
-        case = CASES[("tp2 at intervals", "pp2 apart")[number % 2]]
+        case = CASES[("tp2 at intervals", "pp2 apart tied")[number % 2]]
         join_groups(case.layout, case.stages, platform.local_rank)
         started = time.monotonic()
         engine = build(case, checkpoints, platform, sleep_level=0)
