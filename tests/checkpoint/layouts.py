@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.roles import LayoutConfig
 
 # name: architecture, tied embeddings
 MODELS = {
     "llama": ("llama", False),
     "qwen2": ("qwen2", True),
-    "mixtral": ("mixtral", False),
-    "opt": ("opt", True),
     "opt_350m": ("opt_350m", True),
-    "qwen3_moe": ("qwen3_moe", True),
     "glm4_moe": ("glm4_moe", False),
     "qwen3_5": ("qwen3_5", False),
-    "qwen3_5_moe": ("qwen3_5_moe", True),
     "deepseek_v3": ("deepseek_v3", False),
 }
 
@@ -67,6 +64,15 @@ class Case:
         return f"{self.model} {self.source_name} to {self.target_name} {self.optimizer} {self.dtype}"
 
     @property
+    def values(self) -> dict[str, Any]:
+        """By the names of `AXES`: of a layout, whether it cuts a model so."""
+        found: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "dtype": self.dtype}
+        for name, keys in (("source", self.source), ("target", self.target)):
+            sizes = LayoutConfig.model_validate(keys).layout("actor", 4)
+            found |= {f"{name}, {size}": getattr(sizes, size) > 1 for size in SIZES}
+        return found
+
+    @property
     def source(self) -> dict[str, Any]:
         return LAYOUTS[self.source_name]
 
@@ -75,39 +81,35 @@ class Case:
         return LAYOUTS[self.target_name]
 
 
-# Each layout is written and read; an optimizer meets layouts with and without replicas, in both dtypes; a family those
-# that cut it and those that stage it.
+KINDS = ("qwen2", "qwen3_5", "glm4_moe", "deepseek_v3")
+SIZES = ("tp", "pp", "dp")
+AXES: dict[str, tuple[Any, ...]] = {
+    "model": KINDS,
+    "optimizer": tuple(OPTIMIZERS),
+    "dtype": ("float32", "bfloat16"),
+    **{f"{name}, {size}": (False, True) for name in ("source", "target") for size in SIZES},
+}
+# Any two of these values stand together, and each layout is written and read.
 CASES = (
-    Case("llama", "tp2", "dp2"),
-    Case("llama", "tp2pp2", "tp2"),
-    Case("llama", "dp4", "tp1"),
-    Case("llama", "tp1", "tp4"),
-    Case("llama", "vpp2", "tp2dp2"),
-    Case("llama", "pp2dp2", "vpp2", dtype="bfloat16"),
-    Case("llama", "tp2dp2", "pp2dp2", "adam whole"),
-    Case("llama", "tp2dp2", "dp2", "adam whole", "bfloat16"),
-    Case("llama", "tp2dp2", "pp2", "momentum"),
-    Case("llama", "dp2", "tp2", "momentum", "bfloat16"),
-    Case("llama", "tp2", "dp4", "sgd"),
-    Case("llama", "cp2dp2", "tp2"),
-    Case("llama", "tp2dp2", "cp2", dtype="bfloat16"),
-    Case("qwen2", "pp2dp2", "tp2dp2", dtype="bfloat16"),
-    Case("mixtral", "tp2dp2", "pp2dp2"),
-    Case("opt", "dp2", "tp2pp2"),
-    Case("opt_350m", "tp2pp2", "dp4"),
-    Case("qwen3_moe", "tp2dp2", "tp2pp2"),
-    Case("qwen3_moe", "tp2ep2", "dp4"),
-    Case("qwen3_moe", "dp2ep2", "tp2dp2ep4", dtype="bfloat16"),
-    Case("mixtral", "dp4ep2etp2", "tp2ep2", "adam whole"),
-    Case("mixtral", "tp2pp2", "dp4ep2etp2", "momentum", "bfloat16"),
-    Case("glm4_moe", "pp2dp2ep2", "tp2ep2"),
-    Case("glm4_moe", "tp2dp2ep4", "pp2dp2", dtype="bfloat16"),
-    Case("qwen3_5", "tp2pp2", "dp4"),
-    Case("qwen3_5", "dp4", "tp4", dtype="bfloat16"),
-    Case("qwen3_5", "vpp2", "tp2dp2", "momentum"),
-    Case("qwen3_5_moe", "tp2ep2", "pp2dp2", dtype="bfloat16"),
-    Case("deepseek_v3", "tp2pp2", "dp2ep2"),
-    Case("deepseek_v3", "dp2", "tp2", dtype="bfloat16"),
+    Case("qwen2", "pp2", "tp2dp2"),
+    Case("qwen2", "tp2pp2", "vpp2", "sgd", "bfloat16"),
+    Case("qwen2", "tp2", "pp2", "adam whole", "bfloat16"),
+    Case("qwen2", "dp2", "tp1", "momentum", "bfloat16"),
+    Case("qwen2", "cp2", "tp2", "sgd"),
+    Case("qwen3_5", "tp2dp2", "pp2dp2", dtype="bfloat16"),
+    Case("qwen3_5", "vpp2", "tp4", "momentum"),
+    Case("qwen3_5", "dp4", "dp2", "sgd"),
+    Case("qwen3_5", "vpp2", "dp4", "adam whole"),
+    Case("glm4_moe", "pp2dp2ep2", "tp2", dtype="bfloat16"),
+    Case("glm4_moe", "tp2dp2ep4", "tp2ep2", "sgd", "bfloat16"),
+    Case("glm4_moe", "tp2ep2", "pp2dp2ep2", "momentum"),
+    Case("glm4_moe", "dp4ep2etp2", "tp2dp2ep4", "adam whole", "bfloat16"),
+    Case("deepseek_v3", "cp2dp2", "dp2ep2"),
+    Case("deepseek_v3", "dp2ep2", "cp2", "adam whole"),
+    Case("deepseek_v3", "pp2dp2", "tp2pp2", "sgd", "bfloat16"),
+    Case("deepseek_v3", "tp4", "dp4ep2etp2", "sgd"),
+    Case("deepseek_v3", "tp1", "cp2dp2", "momentum", "bfloat16"),
+    Case("opt_350m", "tp2pp2", "dp4"),  # whole matrices at both ends, which one stage has
 )
 
 

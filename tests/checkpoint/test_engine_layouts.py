@@ -25,12 +25,10 @@ IN_BACKGROUND = ["checkpoint.async_save=true"]
 CASES = {  # the model, and how it lies
     "gathered": ("wide", [*TP2_TO_1, *IN_BACKGROUND]),
     "gathered-experts": ("experts", EP2),
-    "gathered-in-the-foreground": ("wide", TP2_TO_1),
-    "gathered-experts-in-the-background": ("experts", [*EP2, *IN_BACKGROUND]),
-    "aliased": ("narrow", TP2),
+    "aliased": ("narrow", [*TP2, *IN_BACKGROUND]),
     "permuted": ("wide", TP2),
     "aliased-experts": ("experts", TP2),
-    "permuted-experts": ("experts", []),
+    "permuted-experts": ("experts", IN_BACKGROUND),
 }
 DEFAULT = ("gathered", "gathered-experts")
 NAMES = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.checkpoint.layouts import CASES, MODELS, Case
+from tests.checkpoint.layouts import AXES, CASES, LAYOUTS, MODELS, Case
+from tests.covering import uncovered
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -19,10 +20,16 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("layouts")
-    for name, (family, tied) in MODELS.items():
+    for name in sorted({case.model for case in CASES}):
+        family, tied = MODELS[name]
         make_checkpoints(root / name, family=family, tied=tied, num_layers=4)
     run_ranks(4, "tests.checkpoint.layouts_worker", root, root / "out")
     return json.loads((root / "out" / "found.json").read_text())
+
+
+def test_any_two_values_stand_together() -> None:
+    assert uncovered(AXES, [case.values for case in CASES]) == set()
+    assert {case.source_name for case in CASES} == {case.target_name for case in CASES} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

@@ -14,6 +14,7 @@ from hybridflow.architecture.peft_directory import is_other_base
 from hybridflow.checkpoint.store import step_name, steps
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from tests.checkpoint.test_resume import PLACE_DEPENDENT, rows
+from tests.covering import params
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
@@ -26,6 +27,7 @@ SETTINGS = [
     *("algorithm.kl.controller=adaptive", "algorithm.kl.reset_reference_interval=2"),
 ]
 DTYPE = torch.float32
+ONE = ("actor.tensor_parallel_size=1",)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +69,13 @@ def test_a_checkpoint_holds_what_is_trained_alone(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [
-        ("same", (), 2),
-        ("one_rank", ("actor.tensor_parallel_size=1",), 1),
-        ("pp2", ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2"), 2),
-        ("tp2sp", ("actor.sequence_parallel=true", "actor.recompute=full", "rollout.tensor_parallel_size=1"), 2),
-    ],
+    params(
+        [("same", (), 2), ("pp2", (*ONE, "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2"), 2)],
+        [
+            ("one_rank", ONE, 1),
+            ("tp2sp", ("actor.sequence_parallel=true", "actor.recompute=full", "rollout.tensor_parallel_size=1"), 2),
+        ],
+    ),
 )
 def test_a_run_goes_on_in_any_layout(name: str, layout: tuple[str, ...], ranks: int, root: Path) -> None:
     copied(root, name, up_to=2)

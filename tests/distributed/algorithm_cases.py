@@ -15,8 +15,11 @@ from tests.reference.algorithms import Recipe, Response
 from tests.tiny_models import VOCAB_SIZE
 
 LAYOUTS = {  # micro-batch tokens
-    **{Case(tp=2): 64, Case(pp=2): 17, Case(dp=2): 17, Case(tp=2, pp=2, dp=2): 64},
-    Case(cp=2): 17,  # some rows are cut, some are not
+    Case(tp=2): 64,
+    Case(dp=2): 17,
+    Case(tp=2, pp=2, dp=2): 64,
+    Case(pp=2, cp=2): 17,  # some rows are cut, some are not
+    Case(tp=2, dp=2, cp=2, sequence_parallel=True): 17,
 }
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 MAX_RESPONSE_LENGTH = 13
@@ -197,14 +200,12 @@ ALGORITHMS: dict[str, Compared] = {
 }
 
 
-DEFAULT, STAGED, REPLICATED, MIXED, CONTEXT = LAYOUTS
+DEFAULT, REPLICATED, MIXED, CONTEXT, CONTEXT_OF_REPLICAS = LAYOUTS
 WHOLE = (DEFAULT, MIXED)  # what is compared beside algorithms is in these
-# Every algorithm is run cut by tensors, by tokens, and in the mix of all; of the other two by turns: what is summed
-# over stages or replicas is the same for all of them.
-RUN: dict[Case, list[str]] = {
-    DEFAULT: list(ALGORITHMS),
-    STAGED: list(ALGORITHMS)[0::2],
-    REPLICATED: list(ALGORITHMS)[1::2],
-    MIXED: list(ALGORITHMS),
-    CONTEXT: list(ALGORITHMS),  # some couple the tokens of a row
+WEIGHTED = [name for name in ALGORITHMS if name.startswith("weights_")]
+# Every algorithm is run with each way to cut a model, a batch or a row, and without it; in the mixes, those that the
+# tests of `WHOLE` read, and those that couple the tokens of a row.
+RUN = {case: list(ALGORITHMS) for case in LAYOUTS} | {
+    MIXED: ["gspo", "cispo", "sapo", *WEIGHTED, "by_length", "vapo"],
+    CONTEXT_OF_REPLICAS: ["gspo", "vapo"],
 }

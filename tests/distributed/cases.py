@@ -1,6 +1,8 @@
 """What the parity worker runs and what the test compares it with: one description for both."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,8 +11,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
 from hybridflow.config.recompute import Recompute
 from tests.reference.ppo import Hyperparameters
-from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
-from tests.window_models import WINDOW_FAMILIES
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN, VOCAB_SIZE, give_own_head, make_checkpoints
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Case:
         return self.ep > 1 or self.etp is not None
 
     @property
+    def values(self) -> dict[str, object]:
+        """By the names of `AXES`."""
+        experts = {"experts": (self.ep, self.etp), "sp": self.sequence_parallel}
+        return {axis: experts[axis] if axis in experts else getattr(self, axis) for axis in LAYOUT_AXES}
+
+    @property
     def num_ranks(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
@@ -63,145 +70,166 @@ class Case:
 
 
 NUM_LAYERS = 4
-# name: architecture, tied embeddings, key/value heads (with "gqa" fewer than ranks where tp = 4)
+# name: architecture, tied embeddings, key/value heads
 FAMILIES = {
     "llama": ("llama", False, 4),
-    "qwen2": ("qwen2", True, 4),
+    "qwen3": ("qwen3", True, 2),  # norms of heads; with tp = 4 ranks share key/value heads
+    "opt": ("opt", True, 8),  # biases, learned positions
+    "gemma3": ("gemma3", True, 2),  # windows, norms around
+    "qwen3_5": ("qwen3_5", False, 2),  # delta nets
+    "glm4_moe": ("glm4_moe", False, 2),  # a dense layer, then mixtures with a shared expert
+    "deepseek_v3": ("deepseek_v3", False, 8),  # latent attention, groups of experts, YaRN
     "llama_tied": ("llama", True, 4),
-    "qwen2_untied": ("qwen2", False, 4),
-    "gqa": ("llama", False, 2),
+    "qwen2": ("qwen2", True, 4),
+    "qwen2_untied": ("qwen2", False, 2),
     "mistral": ("mistral", False, 4),
-    "qwen3": ("qwen3", True, 2),
     "glm": ("glm", False, 2),
-    "opt": ("opt", True, 8),
     "opt_350m": ("opt_350m", True, 8),  # norms after the residual sums, embeddings of another width: both, or one
     "opt_post_norm": ("opt", True, 8),
     "opt_projected": ("opt", False, 8),
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
+    "rope_yarn": ("llama", False, 4),
+    "rope_yarn_qwen2": ("qwen2", True, 4),
+    "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", True, 2),
-    "glm4_moe": ("glm4_moe", False, 2),
     "glm4_moe_lite": ("glm4_moe_lite", False, 8),
-    "deepseek_v3": ("deepseek_v3", False, 8),  # groups of experts, YaRN
     "moonlight": ("moonlight", False, 8),
-    "qwen3_5": ("qwen3_5", False, 2),
     "qwen3_5_moe": ("qwen3_5_moe", False, 4),
-    "gemma3": ("gemma3", True, 2),
+    "gemma3_untied": ("gemma3", False, 4),  # whose tokens are not as good as certain
     "phi3": ("phi3", False, 2),
     "ministral3": ("ministral3", False, 4),
     "smollm3": ("smollm3", True, 4),
     "olmo3": ("olmo3", False, 4),
+    "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
-CHANGES = {
+CHANGES = {  # to configs; of these families another has the weights
+    "llama_tied": {},
+    "qwen2_untied": {},
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
+    **{name: {"rope_parameters": ROPE_YARN} for name in ("rope_yarn", "rope_yarn_qwen2", "rope_yarn_qwen3")},
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
-}  # to configs
-# these run samples of a prompt: every kind of position and of layer
-GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral", "qwen3_5", "deepseek_v3", *WINDOW_FAMILIES)
-SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
-STAGED = "tp1pp2dp1vpp1l1-full"
-MIXED = "tp2pp2dp1vpp1sp-none"
-WHOLE_EXPERTS = "tp2pp2dp1vpp1ep2etpNonesp-selective"
-EXPERTS_OF_REPLICAS = "tp2pp1dp2vpp1ep4etpNonesp-none"
-CONTEXT, CONTEXT_IN_STAGES = "tp2pp1dp1vpp1cp2sp-full", "tp1pp2dp1vpp1cp2-selective"
-# computed again whole, in part, and not at all; with and without sequence parallelism
-CONTEXT_OF_MIXERS = (CONTEXT, CONTEXT_IN_STAGES, "tp1pp1dp1vpp1cp4-none", "tp2pp2dp1vpp2cp2sp-none")
-FEW_KV = "tp4pp1dp1vpp1-none"  # more ranks than key/value heads
-# A family differs from llama in its weights and their split, not in what stages and replicas do: so each is tried where
-# its weights are cut in another way, and llama alone in every layout.
-FAMILY_CASES: dict[str, tuple[str, ...]] = {
-    "llama_tied": ("tp1pp2dp1vpp1f1-none", "tp2pp2dp1vpp2sp-selective"),
-    "qwen2_untied": ("tp1pp2dp1vpp1f1-none", "tp2pp2dp1vpp2sp-selective"),
-    "gqa": (FEW_KV, "tp4pp1dp2vpp1-none"),
-    "mistral": (SPLIT, STAGED),
-    "qwen3": (SPLIT, STAGED, FEW_KV),
-    "glm": (SPLIT, STAGED, FEW_KV, CONTEXT),
-    "opt": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
-    # whole matrices at both ends, which every rank or only one stage has
-    "opt_350m": ("tp2pp1dp1vpp1-none", STAGED, "tp2pp2dp2vpp1-none"),
-    "opt_post_norm": ("tp2pp1dp1vpp1-none",),
-    "opt_projected": ("tp2pp1dp1vpp1-none",),
-    "mixtral": (SPLIT, STAGED, MIXED, CONTEXT),
-    "rope_llama3": ("tp2pp1dp1vpp1-none",),
-    "rope_linear": ("tp1pp1dp1vpp1-none",),
-    "qwen3_moe": (SPLIT, STAGED, FEW_KV),
-    "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
-    # states and convolutions that stages, recomputation, several chunks and tensor-parallel ranks cut; gates
-    "qwen3_5": ("tp2pp1dp1vpp1-none", SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective", *CONTEXT_OF_MIXERS),
-    "qwen3_5_moe": (SPLIT, STAGED, MIXED, CONTEXT),
-    "gemma3": (SPLIT, STAGED, MIXED, FEW_KV, "tp2pp2dp1vpp2sp-selective", *CONTEXT_OF_MIXERS),
-    "phi3": (SPLIT, STAGED, MIXED, FEW_KV),
-    "ministral3": (SPLIT, STAGED, MIXED),
-    "smollm3": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
-    "olmo3": (SPLIT, STAGED, MIXED, CONTEXT),
-    "glm4_moe_lite": (SPLIT, STAGED, MIXED, WHOLE_EXPERTS),
-    "deepseek_v3": (
-        SPLIT,
-        STAGED,
-        MIXED,
-        *CONTEXT_OF_MIXERS,
-        "tp2pp1dp1vpp1-none",
-        "tp2pp2dp1vpp2sp-selective",
-        EXPERTS_OF_REPLICAS,
-    ),
-    "moonlight": (SPLIT, "tp2pp1dp1vpp1-none", CONTEXT),
+    "own_head": {},
+    "gemma3_untied": {},
 }
-CASES = (
-    Case(all_budgets=True),
-    Case(recompute="full"),
-    Case(tp=2),
-    Case(dp=2, all_budgets=True),
-    Case(tp=2, sequence_parallel=True, recompute="selective"),
-    Case(pp=2, all_budgets=True),
-    Case(pp=2, first=1),
-    Case(pp=2, last=1, recompute="full"),
-    Case(pp=2, vpp=2, all_budgets=True),
-    Case(tp=2, dp=2, all_budgets=True),
-    Case(tp=4),
-    Case(tp=2, dp=2, sequence_parallel=True, recompute="full"),
-    Case(pp=4),
-    Case(tp=2, pp=2, all_budgets=True),
-    Case(pp=2, dp=2),
-    Case(tp=2, pp=2, sequence_parallel=True),
-    Case(pp=2, dp=2, vpp=2, recompute="full"),
-    Case(tp=2, pp=2, vpp=2, sequence_parallel=True, recompute="selective"),
-    Case(tp=4, dp=2),
-    Case(tp=2, pp=2, dp=2),
-    Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
-)
-CONTEXT_CASES = (
-    Case(cp=2, all_budgets=True),
-    Case(tp=2, cp=2, sequence_parallel=True, recompute="full"),
-    Case(pp=2, cp=2, recompute="selective"),
-    Case(cp=2, dp=2),
-    Case(cp=4),
-    Case(tp=2, pp=2, vpp=2, cp=2, sequence_parallel=True),
-)
-EXPERT_CASES = (
-    Case(tp=2, ep=2),
-    Case(tp=2, ep=2, sequence_parallel=True, recompute="full"),
-    Case(tp=4, ep=2, etp=2),
-    Case(tp=2, pp=2, ep=2, sequence_parallel=True, recompute="selective"),
-    Case(tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True),
-    Case(tp=4, dp=2, ep=4),
-    # several replicas share the experts
-    Case(dp=2, ep=2),
-    Case(dp=2, etp=2),
-    Case(dp=4, ep=2, recompute="full"),
-    Case(dp=4, ep=2, etp=2),
-    Case(tp=2, dp=2, ep=4, sequence_parallel=True),
-    Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, recompute="selective"),
-    Case(cp=2, ep=2),
-    Case(tp=2, cp=2, ep=4, sequence_parallel=True),
-    Case(pp=2, dp=2, ep=2),
-    Case(pp=2, dp=2, vpp=2, ep=2),
-    Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
-)
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe")  # these share experts in every way
-CASES += EXPERT_CASES + CONTEXT_CASES
+
+
+def make_family(root: Path, name: str, **more: Any) -> Path:
+    """ROOT/NAME with the checkpoints of a family."""
+    family, tied, num_kv_heads = FAMILIES[name]
+    sizes = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "changes": CHANGES.get(name)}
+    made = make_checkpoints(root / name, family=family, tied=tied, **sizes | more)
+    if name == "own_head":
+        give_own_head(made / "policy")
+    return made
+
+
+KINDS = tuple(FAMILIES)[:7]  # of layers: other families have them under other names or with other flags
+# Prompts of their own and prompts that samples share are both in every case.
+AXES = {
+    "kind": KINDS,
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "dp": (1, 2),
+    "cp": (1, 2),
+    "experts": ((1, None), (2, None), (4, None), (2, 2)),  # ranks that they are dealt to, and that share each
+    "sp": (False, True),
+    "recompute": ("none", "selective", "full"),
+}
+LAYOUT_AXES = tuple(AXES)[1:]
+SPLIT = Case(tp=2, sequence_parallel=True, recompute="selective")  # norms' gradients are summed over the ranks of tp
+STAGED = Case(pp=2, last=1, recompute="full")
+MIXED = Case(tp=2, pp=2, sequence_parallel=True)
+CONTEXT_IN_STAGES = Case(pp=2, cp=2, recompute="selective")
+DEFAULT: dict[str, tuple[Case, ...]] = {
+    "llama": (Case(tp=2), Case(dp=2, all_budgets=True), Case(pp=2, vpp=2, all_budgets=True)),
+    "qwen3": (STAGED,),  # the tied weight lies in both stages
+    "opt": (Case(pp=2, vpp=2),),
+    "gemma3": (SPLIT,),
+    "qwen3_5": (MIXED,),
+    "glm4_moe": (Case(tp=2, ep=2), Case(dp=2, ep=2)),
+    "deepseek_v3": (CONTEXT_IN_STAGES,),
+    "mixtral": (SPLIT,),  # the norm of gradients counts a rank's share of experts
+}
+REST: dict[str, tuple[Case, ...]] = {
+    "llama": (
+        # keys are kept where a layer is computed again; with larger micro-batches no row is cut
+        Case(tp=2, cp=2, sequence_parallel=True, recompute="full", all_budgets=True),
+        Case(pp=4, recompute="selective"),
+        Case(tp=4),
+    ),
+    "qwen3": (
+        Case(dp=2, recompute="full"),
+        Case(tp=4),  # more ranks than key/value heads
+        Case(tp=2, pp=2, vpp=2, sequence_parallel=True, recompute="selective"),
+        Case(pp=4, cp=2),
+    ),
+    "opt": (
+        Case(tp=2, pp=2, first=1),
+        Case(pp=4, dp=2, recompute="selective"),
+        Case(tp=4, cp=2, sequence_parallel=True, recompute="full"),
+    ),
+    "gemma3": (
+        Case(pp=2, vpp=2),
+        Case(cp=2, recompute="full"),
+        Case(pp=4, recompute="full"),
+        Case(tp=4, dp=2, recompute="full"),
+        Case(cp=4),  # windows that reach past a neighbour's tokens
+    ),
+    "qwen3_5": (
+        Case(tp=2),  # gradients of norms that heads share are summed without sequence parallelism too
+        CONTEXT_IN_STAGES,
+        Case(pp=2, vpp=2, dp=2, recompute="full"),
+        Case(pp=4),
+        Case(tp=4, recompute="full"),
+        Case(cp=4),
+    ),
+    "glm4_moe": (
+        Case(recompute="full"),
+        Case(tp=2, pp=2, ep=2, sequence_parallel=True, recompute="selective"),  # stages get unlike numbers of tokens
+        Case(tp=4, ep=2, etp=2, sequence_parallel=True, recompute="full"),
+        Case(dp=2, cp=2, ep=4),
+        Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
+        Case(tp=4, pp=2, vpp=2, ep=4, sequence_parallel=True, recompute="selective"),
+        Case(tp=2, pp=4, ep=2, sequence_parallel=True),
+    ),
+    "deepseek_v3": (
+        Case(tp=2),  # megatron's own latent attention has other gradients there
+        Case(tp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
+        Case(pp=2, vpp=2, cp=2, ep=2, recompute="full"),
+        Case(tp=4, ep=2, recompute="full"),
+        Case(pp=4),
+        Case(pp=2, vpp=2, dp=2, cp=2, ep=2, etp=2, recompute="selective"),
+    ),
+    # others whose weights ranks cut in a way of their own
+    "mixtral": (Case(dp=2, etp=2),),  # whole replicas share each expert: gradients of experts have a group of their own
+    "opt_350m": (STAGED, Case(tp=2, pp=2, dp=2)),  # whole matrices at both ends, which one stage has
+    "phi3": (MIXED,),  # fused projections
+    "olmo3": (SPLIT,),  # norms over all heads
+    "qwen3_5_moe": (SPLIT,),  # a shared expert with a gate
+}
+
+
+def listed(cases: dict[str, tuple[Case, ...]]) -> list[tuple[Case, str]]:
+    return [(case, family) for family, own in cases.items() for case in own]
+
+
+def elsewhere(family: str, known: list[tuple[Case, str]], *, shares_experts: bool = False) -> list[tuple[Case, str]]:
+    """It in the layouts that others alone are in."""
+    layouts = {case.name: replace(case, all_budgets=False) for case, _ in known}
+    own = {case.name for case, other in known if other == family}
+    found = [case for name, case in layouts.items() if name not in own]
+    return [(case, family) for case in found if case.shares_experts_anew == shares_experts]
+
+
+SIXTEEN_RANKS = [(Case(tp=4, pp=4, ep=4), "glm4_moe"), (Case(tp=4, pp=4, ep=2, etp=2), "deepseek_v3")]
+SHOWN = [*listed(DEFAULT), *listed(REST)]
+WEEKLY = [*elsewhere("llama", SHOWN), *elsewhere("mixtral", SHOWN, shares_experts=True), *SIXTEEN_RANKS]
+CASES = [*SHOWN, *WEEKLY]
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
 POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
@@ -218,41 +246,6 @@ GROUPS = GRPO.model_validate({"policy": POLICY, "kl": {"coef": HYPER.kl_coef}})
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_decay=0.05, clip_grad=0.5)  # ZeRO-1
 # a large eps: Adam turns rounding noise of near-zero gradients into steps
-
-
-DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings in stages, experts, kinds of layers
-    ("tp2pp1dp1vpp1-none", "llama"),
-    ("tp1pp1dp2vpp1-none", "llama"),
-    ("tp1pp1dp1vpp1cp2-none", "llama"),
-    ("tp1pp2dp1vpp1-none", "llama"),
-    ("tp1pp2dp1vpp2-none", "llama"),
-    (SPLIT, "llama"),
-    (SPLIT, "mixtral"),
-    ("tp2pp2dp1vpp2sp-selective", "qwen2"),
-    ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
-    ("tp1pp1dp2vpp1ep2etpNone-none", "mixtral"),
-    ("tp2pp2dp1vpp1ep2etpNonesp-selective", "glm4_moe"),
-    (SPLIT, "qwen3_5_moe"),
-    (STAGED, "glm4_moe_lite"),
-    (SPLIT, "gemma3"),
-    (STAGED, "phi3"),
-    (MIXED, "qwen3_5"),
-    (MIXED, "deepseek_v3"),
-    (SPLIT, "smollm3"),
-    (MIXED, "olmo3"),
-    (STAGED, "ministral3"),
-}
-
-
-def applies(case: Case, family: str) -> bool:
-    """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
-    if case.cp > 1 and family not in ("llama", "mixtral"):  # what weights have to do with it is nothing
-        return case.name in FAMILY_CASES.get(family, ())
-    if case.shares_experts_anew:
-        return family in MIXTURES or case.name in FAMILY_CASES.get(family, ())
-    if family == "qwen2":
-        return case.pp > 1
-    return family == "llama" or case.name in FAMILY_CASES[family]
 
 
 def budgets(case: Case, family: str) -> tuple[int, ...]:

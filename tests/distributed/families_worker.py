@@ -25,14 +25,14 @@ from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
 from hybridflow.trainers.online import OnlineTrainer
-from tests.distributed.pairs import CHANGES, FAMILIES
+from tests.distributed.cases import CHANGES, FAMILIES
 from tests.distributed.parity_worker import or_error
 from tests.distributed.ppo_worker import config, layout, run
 
 LOGIT_LAYOUTS = {"tp1": (1, 1, 2), "tp2": (2, 1, 1), "pp2": (1, 2, 1)}
 LAYOUTS = {"actor": layout(2), "critic": layout(1, 2), "reward": layout(1, 1, 2), "reference": layout(2)}
 ROLLOUTS = {"in place": {"tensor_parallel_size": 2}, "gathered": {"tensor_parallel_size": 1}}
-NEW_FAMILIES = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa", *CHANGES)]
+NEW_FAMILIES = [family for family in FAMILIES if family not in ("llama", "qwen2", *CHANGES)]
 
 # What a converted checkpoint holds is compared for every family, by its logits; what trains with it does not depend on
 # the family: one of experts, one whose gate and up projection vLLM cuts as it stands.

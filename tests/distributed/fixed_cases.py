@@ -14,13 +14,10 @@ from tests.tiny_models import VOCAB_SIZE
 # micro-batch tokens: about a sequence each, several, all in one
 LAYOUTS = (
     (Case(tp=2), 64),
-    (Case(pp=2), 20),
     (Case(dp=2), 20),
-    (Case(dp=2), 64),
-    (Case(dp=2), 1000),
+    (Case(pp=2, cp=2), 1000),
     (Case(tp=2, pp=2, dp=2), 20),
-    (Case(cp=2), 20),
-    (Case(tp=2, cp=2, dp=2, sequence_parallel=True), 20),
+    (Case(tp=2, cp=2, dp=2, sequence_parallel=True), 64),
 )
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 MAX_LENGTH, SEED, NUM_ROWS = 18, 7, 5

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.cases import CONTEXT_IN_STAGES, EXPERT_CASES, MIXED, SPLIT, STAGED
+from tests.distributed.cases import AXES, CONTEXT_IN_STAGES, SPLIT, STAGED, Case, elsewhere, listed
 
 RANK, ALPHA = 4, 12
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -18,10 +18,7 @@ TARGETS = {
     "glm": [*OF_ATTENTION, "gate_up_proj", "down_proj"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
-    "mixtral": OF_ATTENTION,
-    "qwen3_moe": OF_ATTENTION,
     "qwen3_5": [*NAMES, *OF_DELTA_NETS],
-    "qwen3_5_moe": [*NAMES, *OF_DELTA_NETS],
     # all but kv_b_proj, which the engine multiplies into queries and outputs
     "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", *NAMES[4:]],
     "moonlight": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
@@ -29,37 +26,54 @@ TARGETS = {
 # PEFT 0.21.2 takes gate_proj, up_proj and down_proj for the fused matrices of routed experts, never for a shared expert
 FOR_EXPERTS = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
 SOME = ["q_proj", "v_proj", "down_proj"]  # of weights that are of several linear layers
-WITHOUT_CRITIC = ("glm4_moe", "qwen3_5_moe")  # of which transformers has no model that scores
-FULL_RECOMPUTATION = "tp1pp1dp1vpp1-full"
-FEW_KV = "tp4pp1dp1vpp1-none"
-CASES_OF = {
-    "llama": None,  # all of them
-    "qwen2": (SPLIT, STAGED, "tp2pp2dp1vpp2sp-selective"),
-    "qwen3": (SPLIT, STAGED, FEW_KV),
-    "glm": (SPLIT, STAGED, FEW_KV),
-    "opt": (SPLIT, STAGED, MIXED),
-    "mixtral": (SPLIT, STAGED),
-    "qwen3_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
-    "qwen3_5": (SPLIT, STAGED, MIXED, CONTEXT_IN_STAGES),
-    "gemma3": (SPLIT, STAGED, CONTEXT_IN_STAGES),
-    "phi3": (SPLIT, STAGED, FEW_KV),
-    "olmo3": (SPLIT, MIXED),
-    "qwen3_5_moe": (SPLIT, "tp2pp1dp1vpp1ep2etpNone-none"),
-    "deepseek_v3": ("tp2pp1dp1vpp1-none", MIXED, CONTEXT_IN_STAGES, "tp1pp1dp1vpp1cp2-none"),
-    "moonlight": (SPLIT,),
-    "glm4_moe": (SPLIT, STAGED, MIXED, *(case.name for case in EXPERT_CASES)),
+WITHOUT_CRITIC = ("glm4_moe",)  # of which transformers has no model that scores
+LORA_AXES = {
+    **AXES,
+    "kind": ("llama", "glm", "opt", "qwen3_5", "glm4_moe", "deepseek_v3"),  # of the linear layers
+    "pp": (1, 2),  # stages in the middle have nothing of their own
 }
-DEFAULT = {
-    ("tp1pp1dp1vpp1-none", "llama"),
-    ("tp2pp1dp1vpp1-none", "llama"),
-    ("tp1pp1dp2vpp1-none", "llama"),
-    (FULL_RECOMPUTATION, "llama"),
-    (SPLIT, "llama"),
-    ("tp2pp2dp1vpp2sp-selective", "qwen2"),
-    (STAGED, "qwen3"),
-    (SPLIT, "glm"),
-    (SPLIT, "glm4_moe"),
+DEFAULT: dict[str, tuple[Case, ...]] = {
+    "llama": (Case(tp=2), Case(dp=2), Case(recompute="full")),
+    "glm": (SPLIT,),
+    "opt": (STAGED,),
+    "glm4_moe": (SPLIT,),
 }
+REST: dict[str, tuple[Case, ...]] = {
+    "llama": (Case(pp=2, vpp=2, recompute="selective"), Case(tp=4, cp=2, sequence_parallel=True, recompute="full")),
+    "glm": (Case(pp=2, vpp=2), Case(cp=2, recompute="full"), Case(tp=4, dp=2, recompute="full")),
+    "opt": (
+        Case(tp=2, cp=2, sequence_parallel=True),
+        Case(pp=2, vpp=2, dp=2, recompute="selective"),
+        Case(tp=4, sequence_parallel=True, recompute="selective"),
+    ),
+    "qwen3_5": (
+        Case(pp=2, vpp=2),
+        CONTEXT_IN_STAGES,
+        Case(tp=2, dp=2, sequence_parallel=True, recompute="full"),
+        Case(tp=4, sequence_parallel=True),
+    ),
+    "glm4_moe": (
+        Case(cp=2, ep=2),
+        Case(tp=2, cp=2, ep=4, sequence_parallel=True, recompute="full"),
+        Case(tp=4, ep=2, sequence_parallel=True),
+        Case(pp=2, vpp=2, dp=2, cp=2, ep=4, recompute="selective"),
+        Case(tp=4, pp=2, vpp=2, ep=2, etp=2, recompute="selective"),
+    ),
+    "deepseek_v3": (
+        Case(tp=2),
+        Case(dp=2, ep=2, recompute="selective"),
+        Case(tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True, recompute="full"),
+        Case(tp=4, ep=4, sequence_parallel=True),
+        Case(dp=2, cp=2, ep=2, etp=2, recompute="full"),
+        Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
+    ),
+    "qwen3": (STAGED,),  # the tied weight lies in both stages
+    "phi3": (SPLIT,),  # one adapter for queries, keys and values
+    "moonlight": (SPLIT,),  # queries of the hidden state itself
+}
+SHOWN = [*listed(DEFAULT), *listed(REST)]
+WEEKLY = elsewhere("llama", SHOWN)
+CASES = [*SHOWN, *WEEKLY]
 
 
 def targets(family: str) -> list[str]:

@@ -24,10 +24,10 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.policy import Actor, Reference
-from tests.distributed.cases import ADAM, ALGORITHM, CASES, GROUPS, SGD, Case, make_groups, make_rollout
+from tests.distributed.cases import ADAM, ALGORITHM, GROUPS, SGD, Case, make_groups, make_rollout
 from tests.distributed.gather import whole
 from tests.distributed.given import given_roles, given_run
-from tests.distributed.lora_cases import ALPHA, CASES_OF, RANK, SOME, WITHOUT_CRITIC, targets
+from tests.distributed.lora_cases import ALPHA, CASES, RANK, SOME, WITHOUT_CRITIC, targets
 from tests.distributed.parity_worker import BUCKET_BYTES, experiment, one_iteration, or_error
 
 BUDGET = 64
@@ -36,11 +36,10 @@ BUDGET = 64
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
-    for case in CASES:
-        for family in [family for family in CASES_OF if f"{case.name}/{family}" in names]:
-            result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
-            if platform.rank == 0:
-                torch.save(result, out / f"{case.name}-{family}.pt")
+    for case, family in [each for each in CASES if f"{each[0].name}/{each[1]}" in names]:
+        result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
+        if platform.rank == 0:
+            torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
 
 

@@ -1,150 +1,99 @@
 """Which training layouts meet which rollout layouts: one description for the worker and the test."""
 
 from dataclasses import dataclass
-from itertools import product
 
-from tests.distributed.cases import Case
-from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN
+from tests.distributed.cases import CHANGES, Case
 
-NUM_LAYERS = 4
-# name: architecture, tied embeddings, key/value heads
-FAMILIES = {
-    "llama": ("llama", False, 4),
-    "qwen2": ("qwen2", True, 4),
-    "gqa": ("qwen2", False, 2),
-    "mistral": ("mistral", False, 4),
-    "qwen3": ("qwen3", True, 4),
-    "glm": ("glm", False, 2),
-    "opt": ("opt", True, 8),
-    "opt_350m": ("opt_350m", True, 8),  # norms after the residual sums, embeddings of another width: both, or one
-    "opt_post_norm": ("opt", True, 8),
-    "opt_projected": ("opt", False, 8),
-    "mixtral": ("mixtral", False, 4),
-    "rope_llama3": ("llama", False, 4),
-    "rope_linear": ("llama", False, 4),
-    "rope_yarn": ("llama", False, 4),
-    "rope_yarn_qwen2": ("qwen2", True, 4),
-    "rope_yarn_qwen3": ("qwen3", False, 2),
-    "qwen3_moe": ("qwen3_moe", False, 4),
-    "glm4_moe": ("glm4_moe", False, 4),
-    "qwen3_5": ("qwen3_5", True, 4),
-    "qwen3_5_moe": ("qwen3_5_moe", False, 2),
-    "gemma3": ("gemma3", True, 4),
-    "gemma3_untied": ("gemma3", False, 4),  # whose tokens are not as good as certain
-    "phi3": ("phi3", False, 4),
-    "ministral3": ("ministral3", False, 4),
-    "smollm3": ("smollm3", True, 4),
-    "olmo3": ("olmo3", False, 4),
-    "glm4_moe_lite": ("glm4_moe_lite", False, 8),
-    "deepseek_v3": ("deepseek_v3", False, 8),
-    "moonlight": ("moonlight", False, 8),
-    "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
-}
-CHANGES = {
-    "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
-    "rope_linear": {"rope_parameters": ROPE_LINEAR},
-    **{name: {"rope_parameters": ROPE_YARN} for name in ("rope_yarn", "rope_yarn_qwen2", "rope_yarn_qwen3")},
-    "opt_post_norm": {"do_layer_norm_before": False},
-    "opt_projected": {"word_embed_proj_dim": 40},
-    "own_head": {},
-    "gemma3_untied": {},
-}  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model
 LARGEST_WEIGHT_BYTES = 600 * 256 * 4  # of attention, whole
 
-TRAINING = (
-    Case(),
-    Case(tp=2),
-    Case(pp=2),
-    Case(pp=2, vpp=2),
-    Case(tp=2, pp=2),
-    Case(tp=2, dp=2),
-    Case(pp=2, dp=2),
-    Case(pp=4),
-    Case(tp=2, pp=2, sequence_parallel=True),
-    Case(tp=2, pp=2, dp=2),
-    Case(tp=4, dp=2),
-    Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
-)
-
 
 @dataclass(frozen=True)
 class Pair:
-    case: Case
-    tp: int  # of the rollout
-    pp: int
     family: str
-    trainer_ranks: int | None = None  # fewer than the world: the rollout has the other ranks to itself
+    case: Case
+    tp: int = 1  # of the rollout
+    pp: int = 1
+    apart: bool = False  # the rollout has as many ranks to itself
     whole_experts: bool = False  # on an engine's ranks
 
     @property
     def name(self) -> str:
-        where = "ep" * self.whole_experts + ("" if self.trainer_ranks is None else "-apart")
+        where = "ep" * self.whole_experts + "-apart" * self.apart
         return f"{self.case.name}-to-tp{self.tp}pp{self.pp}{where}-{self.family}"
 
     @property
     def num_ranks(self) -> int:
-        return self.case.num_ranks if self.trainer_ranks is None else 2 * self.trainer_ranks
+        return self.case.num_ranks * (2 if self.apart else 1)
+
+    @property
+    def values(self) -> dict[str, object]:
+        """By the names of `PAIR_AXES`."""
+        rollout = {"to_tp": self.tp, "to_pp": self.pp, "apart": self.apart, "whole": self.whole_experts}
+        return {"kind": self.family, **self.case.values, **rollout}
 
 
-ROLLOUTS = tuple(product((1, 2, 4), (1, 2)))
-
-
-def _pairs() -> list[Pair]:
-    """Every training layout with every rollout layout that fits; tied and untied embeddings take turns."""
-    pairs = [
-        Pair(case, tp, pp, ("llama", "qwen2")[(number + turn) % 2])
-        for number, case in enumerate(TRAINING)
-        for turn, (tp, pp) in enumerate(ROLLOUTS)
-        if case.num_ranks % (tp * pp) == 0
-    ]
-    apart = product((Case(tp=2), Case(pp=2), Case(dp=2)), ((1, 1), (2, 1), (1, 2)))
-    pairs += [
-        Pair(case, *sizes, ("llama", "qwen2")[turn % 2], trainer_ranks=2) for turn, (case, sizes) in enumerate(apart)
-    ]
-    # fewer key/value heads than ranks, in training, in the rollout, in both
-    shared = ((Case(tp=4), 2, 1), (Case(tp=4), 4, 1), (Case(tp=2, pp=2), 4, 1), (Case(tp=4), 1, 2))
-    pairs += [Pair(case, tp, pp, "gqa") for case, tp, pp in shared]
-    # the other families, whose weights are other ones: in place, joined, cut further
-    layouts = ((Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 2, 1))
-    others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
-    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {
-        "opt_350m": ((Case(), 1, 1), *layouts[1:]),
-        "own_head": layouts,
-        "moonlight": layouts[:2],
-    }
-    # stages with other shares of windows
-    pairs += [Pair(Case(pp=2), 1, 2, "gemma3"), Pair(Case(tp=2, pp=2, sequence_parallel=True), 2, 2, "olmo3")]
-    pairs += [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
-    # experts: cut as the engine cuts them, otherwise, over replicas, and on ranks of the engine's own
-    whole, over = Case(tp=2, ep=2), Case(dp=2, ep=2)
-    experts = [(whole, 2, True), (whole, 2, False), (Case(tp=2), 2, True), (whole, 1, False), (over, 2, True)]
-    experts += [
-        (over, 1, False),
-        (Case(tp=2, dp=2, ep=4, sequence_parallel=True), 4, True),
-        (Case(tp=4, ep=2, etp=2), 2, True),
-    ]
-    pairs += [Pair(case, tp, 1, "qwen3_moe", whole_experts=ep) for case, tp, ep in experts]
-    pairs.append(Pair(Case(pp=2, dp=2, ep=2), 2, 2, "mixtral", whole_experts=True))
-    pairs.append(Pair(whole, 2, 1, "deepseek_v3", whole_experts=True))
-    pairs.append(Pair(Case(tp=2, pp=2, sequence_parallel=True), 4, 1, "glm4_moe_lite"))
-    return [*pairs, Pair(whole, 2, 1, "mixtral", trainer_ranks=2, whole_experts=True)]
-
-
-PAIRS = _pairs()
-DEFAULT = {  # of the default set: each way to hand over once
-    "tp2pp1dp1vpp1-none-to-tp2pp1-qwen2",  # in place
-    "tp2pp1dp1vpp1-none-to-tp1pp1-qwen2",  # joined
-    "tp1pp2dp1vpp2-none-to-tp2pp1-qwen2",  # out of stages, and cut further
-    "tp1pp2dp1vpp1-none-to-tp1pp2-qwen2",  # stages stay
-    "tp2pp2dp1vpp1sp-none-to-tp4pp1-llama",  # four ranks
-    "tp4pp1dp1vpp1-none-to-tp4pp1-gqa",  # ranks share key/value heads
-    "tp1pp1dp2vpp1-none-to-tp2pp1-apart-qwen2",  # to ranks of the rollout's own
-    "tp2pp1dp1vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # whole experts in place
-    "tp1pp1dp2vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # of several replicas
-    "tp2pp1dp1vpp1-none-to-tp2pp1-qwen3_5",  # states, in place
-    "tp2pp1dp1vpp1-none-to-tp1pp1-gemma3",  # windows, joined
-    "tp1pp2dp1vpp1-none-to-tp2pp1-deepseek_v3",  # latent attention, out of stages
-    "tp2pp1dp1vpp1-none-to-tp2pp1-olmo3",  # norms that the engine's ranks hold whole
+# By reading in each other's memory and by messages: both are in every pair.
+PAIR_AXES = {
+    "kind": ("llama", "qwen3", "glm", "gemma3", "olmo3", "qwen3_5", "qwen3_moe", "deepseek_v3"),
+    "tp": (1, 2, 4),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "dp": (1, 2),
+    "experts": ((1, None), (2, None)),
+    "to_tp": (1, 2, 4),
+    "to_pp": (1, 2),
+    "apart": (False, True),
+    "whole": (False, True),
 }
+TP, PP, DP, TP4 = Case(tp=2), Case(pp=2), Case(dp=2), Case(tp=4)
+CHUNKS, CHUNKS_OF_TWO = Case(pp=2, vpp=2), Case(pp=2, vpp=2, dp=2)
+WHOLE = Case(tp=2, ep=2)
+DEFAULT = (
+    Pair("llama", DP, 2, apart=True),  # to ranks of the rollout's own
+    Pair("qwen3", TP4, 4),  # ranks share key/value heads
+    Pair("glm", TP, 2),  # the engine cuts gates as they stand
+    Pair("gemma3", TP),  # joined
+    Pair("olmo3", TP, 2),  # norms that the engine's ranks hold whole
+    Pair("qwen3_5", PP, 1, 2),  # stages stay
+    Pair("qwen3_moe", WHOLE, 2, whole_experts=True),  # in place
+    Pair("qwen3_moe", Case(dp=2, ep=2), 2, whole_experts=True),  # of several replicas
+    Pair("deepseek_v3", CHUNKS, 2),  # out of stages, and cut further
+)
+REST = (
+    Pair("llama", Case(tp=2, pp=2, vpp=2), 4),
+    Pair("llama", TP4, 1, 2),
+    Pair("llama", Case(pp=4), 2, 2),
+    Pair("qwen3", CHUNKS_OF_TWO, 2, 2),
+    Pair("qwen3", TP, apart=True),
+    Pair("glm", Case(), apart=True),
+    Pair("glm", CHUNKS_OF_TWO, 1, 2),
+    Pair("glm", TP4, 4),
+    Pair("gemma3", Case(), apart=True),
+    Pair("gemma3", CHUNKS_OF_TWO, 4),
+    Pair("gemma3", PP, 1, 2),  # stages with other shares of windows
+    Pair("gemma3", Case(tp=4, pp=2, vpp=2), 2, 2),
+    Pair("olmo3", CHUNKS, 1, 2),
+    Pair("olmo3", Case(), apart=True),
+    Pair("olmo3", Case(tp=4, dp=2), 4),
+    Pair("qwen3_5", TP, 2, apart=True),
+    Pair("qwen3_5", CHUNKS_OF_TWO, 4),
+    Pair("qwen3_5", TP4, 4),
+    Pair("qwen3_moe", CHUNKS, 1, 2, apart=True),
+    Pair("qwen3_moe", TP4, 4, apart=True, whole_experts=True),
+    Pair("qwen3_moe", WHOLE, 2),  # the engine cuts each expert
+    Pair("deepseek_v3", Case(tp=4, ep=2), 1, 2),
+    Pair("deepseek_v3", WHOLE, apart=True, whole_experts=True),  # all on one rank
+    Pair("deepseek_v3", Case(tp=2, pp=2, vpp=2, dp=2, ep=2), 4, 2, whole_experts=True),
+    Pair("opt_350m", PP, 2),  # whole matrices at both ends, out of stages
+    # what an engine is told of a config, one rank shows
+    *(Pair(family, Case()) for family in CHANGES),
+)
+WEEKLY = tuple(
+    Pair(("llama", "qwen2")[number % 2], case, tp, pp)
+    for case in (Case(), TP, PP, CHUNKS, TP4, Case(tp=2, dp=2), Case(tp=2, pp=2, dp=2, sequence_parallel=True))
+    for number, (tp, pp) in enumerate(((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)))
+    if case.num_ranks % (tp * pp) == 0
+)
+PAIRS = (*DEFAULT, *REST, *WEEKLY)

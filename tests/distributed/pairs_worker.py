@@ -1,6 +1,6 @@
 """Train an actor in every layout and hand it to an engine in every layout; compare the engine with HuggingFace.
 
-torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT [NAME ...]
+torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT NAME ...
 
 For each pair: two optimizer steps, a reshard in which ranks read each other's memory, but for the last, which gets
 messages as if it were on another host; one more step, a reshard by messages alone. Every rank tells what its replica
@@ -65,13 +65,13 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     world = RunContext(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
     if platform.rank == platform.world_size - 1:
         peer_memory.can_read = lambda introduction: False
-    pairs = [p for p in PAIRS if p.num_ranks == platform.world_size and (not names or p.name in names)]
+    pairs = sorted((p for p in PAIRS if p.num_ranks == platform.world_size and p.name in names), key=training_of)
     import vllm  # noqa: F401 (what is imported later would be searched for garbage again and again)
 
     gc.collect()
     gc.freeze()
     results = {}
-    for (family, *_), group in groupby(pairs, key=lambda p: (p.family, p.case, p.trainer_ranks)):
+    for (family, *_), group in groupby(pairs, key=training_of):
         run = Run(checkpoints / family / "policy", world)
         for pair in group:
             started = time.perf_counter()
@@ -83,6 +83,10 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     if platform.rank == 0:
         (out / f"{platform.world_size}.json").write_text(json.dumps(everyone))
     platforms.stop()
+
+
+def training_of(pair: Pair) -> tuple[str, str, bool]:
+    return pair.family, pair.case.name, pair.apart
 
 
 class Run:
@@ -98,23 +102,22 @@ class Run:
         self.batch = make_train_batch()
 
     def __call__(self, pair: Pair) -> list[dict]:
-        ranks = None if pair.trainer_ranks is None else f"0-{pair.trainer_ranks - 1}"
         config = TrainedRoleConfig(
             model=str(self.model),
             optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
             recompute=pair.case.recompute,
-            ranks=ranks,
+            ranks=f"0-{pair.case.num_ranks - 1}",
             **pair.case.layout(),
         )
         if self.actor is None:
             placed = place_model("actor", config, self.world.platform.world_size)
             self.actor = Actor(placed, temperature=HYPER.temperature, world=self.world)
         train, rank = self.actor.grid.layout, self.world.platform.rank
-        if ranks is None:
-            layout = rollout_layout(train, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
+        if pair.apart:
+            own = tuple(range(pair.case.num_ranks, pair.num_ranks))
+            layout = standalone_layout(own, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
         else:
-            ranks_of_engine = tuple(range(pair.trainer_ranks, pair.num_ranks))
-            layout = standalone_layout(ranks_of_engine, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
+            layout = rollout_layout(train, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
         spec = self.actor.spec
         plan = plan_reshard(spec, train, layout, bucket_elements=BUCKET_BYTES // 4)
         watch = Watch()

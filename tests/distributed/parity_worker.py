@@ -35,8 +35,6 @@ from tests.distributed.cases import (
     ALGORITHM,
     BUDGETS,
     CASES,
-    FAMILIES,
-    GROUPED,
     GROUPS,
     HYPER,
     SGD,
@@ -55,11 +53,10 @@ BUCKET_BYTES = 1 << 14  # several storages a model
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
-    for case in CASES:
-        for family in [family for family in FAMILIES if f"{case.name}/{family}" in names]:
-            result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
-            if platform.rank == 0:
-                torch.save(result, out / f"{case.name}-{family}.pt")
+    for case, family in [each for each in CASES if f"{each[0].name}/{each[1]}" in names]:
+        result = or_error(lambda case=case, family=family: run_case(case, checkpoints / family, world))
+        if platform.rank == 0:
+            torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
 
 
@@ -88,12 +85,10 @@ def run_first_budget(case: Case, models: Path, world: RunContext) -> dict[str, T
     first = [x.clone() for x in trained_weights(roles)]
     batch, found = one_iteration(config, make_rollout(), roles, world, str(BUDGETS[0]))
     results |= found | adam_steps(case, models, batch, world)
-    if models.name in GROUPED:
-        for own, saved in zip(trained_weights(roles), first, strict=True):
-            own.copy_(saved)
-        config = experiment(GROUPS, case, models, SGD, BUDGETS[0])
-        results |= one_iteration(config, make_groups(), replace(roles, critic=None), world, "grpo")[1]
-    return results
+    for own, saved in zip(trained_weights(roles), first, strict=True):
+        own.copy_(saved)
+    config = experiment(GROUPS, case, models, SGD, BUDGETS[0])
+    return results | one_iteration(config, make_groups(), replace(roles, critic=None), world, "grpo")[1]
 
 
 def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: RunContext) -> dict[str, Tensor]:

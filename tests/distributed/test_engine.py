@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.cpu.kernels import library as libraries
+from tests.covering import uncovered
 from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS, REBUILD
 from tests.launch import run_ranks
 from tests.tiny_models import give_own_head, make_checkpoints
@@ -36,6 +37,11 @@ def is_float32(name: str) -> bool:
 
 def is_staged(name: str) -> bool:
     return CASES[name].pp > 1
+
+
+def test_any_two_sizes_stand_together_with_a_tied_head_and_without() -> None:
+    cases = [{"tied": MODELS[case.model][1], "tp": case.tp, "pp": case.pp} for case in CASES.values()]
+    assert uncovered({"tied": (False, True), "tp": (1, 2), "pp": (1, 2)}, cases) == set()
 
 
 @pytest.fixture(scope="module")

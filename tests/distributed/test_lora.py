@@ -1,6 +1,7 @@
-"""Adapters in every layout against PEFT on transformers: log-probs, losses, gradients, steps; what must be wrong."""
+"""Adapters in layouts against PEFT on transformers: log-probs, losses, gradients, steps; what must be wrong."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,35 +9,33 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.architecture.lora import initial_a
+from tests.covering import params
 from tests.distributed.cases import (
     ADAM,
-    CASES,
-    CHANGES,
-    CONTEXT,
-    FAMILIES,
     HYPER,
-    NUM_LAYERS,
     SGD,
     Case,
+    listed,
+    make_family,
     make_groups,
     make_rollout,
 )
 from tests.distributed.lora_cases import (
-    CASES_OF,
     DEFAULT,
     RANK,
+    REST,
     SOME,
+    WEEKLY,
     WITHOUT_CRITIC,
     adapted,
     plain_names,
     targets,
     trained,
 )
-from tests.distributed.test_parity import TOLERANCES, assert_close, packed, tolerance_of
+from tests.distributed.test_parity import TOLERANCES, assert_close, named, packed, tolerance_of
 from tests.launch import run_ranks
 from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
-from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -45,9 +44,7 @@ pytestmark = pytest.mark.distributed
 def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted(selected("family")):
-        family, tied, num_kv_heads = FAMILIES[name]
-        more = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "changes": CHANGES.get(name)}
-        made = make_checkpoints(root / name, family=family, tied=tied, **more)
+        made = make_family(root, name)
         adapted(made / "policy", name, seed=1).save_pretrained(made / "adapter")
         if name not in WITHOUT_CRITIC:
             adapted(made / "policy", name, seed=2, score=True).save_pretrained(made / "critic_adapter")
@@ -64,26 +61,13 @@ def results(checkpoints, selected, tmp_path_factory) -> Path:
     return out
 
 
-def applies(case: Case, family: str) -> bool:
-    named = CASES_OF[family]
-    if named is not None:
-        return case.name in named
-    # adapters know nothing of other ranks' tokens: one layout shows it
-    return not case.shares_experts_anew and (case.cp == 1 or case.name == CONTEXT)
+def each_case(wanted: Callable[[str], bool] = lambda family: True) -> pytest.MarkDecorator:
+    kept = ([each for each in cases if wanted(each[1])] for cases in (listed(DEFAULT), listed(REST), WEEKLY))
+    return pytest.mark.parametrize(("case", "family"), params(*kept), ids=named)
 
 
-def each_case(families) -> pytest.MarkDecorator:
-    cases = [
-        pytest.param(case, family, marks=() if (case.name, family) in DEFAULT else pytest.mark.thorough)
-        for family in families
-        for case in CASES
-        if applies(case, family)
-    ]
-    return pytest.mark.parametrize(("case", "family"), cases, ids=lambda x: x if isinstance(x, str) else x.name)
-
-
-every_case = each_case(CASES_OF)
-with_critic = each_case(family for family in CASES_OF if family not in WITHOUT_CRITIC)
+every_case = each_case()
+with_critic = each_case(lambda family: family not in WITHOUT_CRITIC)
 
 
 @functools.cache
@@ -227,7 +211,7 @@ def test_the_base_stays_and_has_no_gradients(case, family, results):
 def test_the_reference_is_the_base_bit_for_bit(case, family, results):
     found = load(results, case, family)
     same = torch.equal
-    if family in (*TOLERANCES, "gemma3"):  # a product with few rows is rounded by where in memory the inputs lie
+    if family in TOLERANCES:  # a product with few rows is rounded by where in memory the inputs lie
 
         def same(one: torch.Tensor, other: torch.Tensor) -> bool:
             return torch.allclose(one, other, rtol=0, atol=tolerance_of(family))
@@ -281,7 +265,7 @@ def two_steps_apart(policy, responses) -> dict[str, torch.Tensor]:
     return values(policy)
 
 
-@each_case(["llama"])
+@each_case(lambda family: family == "llama")
 def test_where_some_linear_layers_of_a_weight_have_adapters(case, family, results, checkpoints):
     """k_proj, gate_proj and up_proj have none: theirs stay zero beside q_proj's and v_proj's in one weight."""
     found, expected = load(results, case, family), some_by_peft(checkpoints / family, tuple(SOME))

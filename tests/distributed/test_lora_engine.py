@@ -1,35 +1,25 @@
 """Whole PPO iterations with adapters: the engine samples with the adapters that the trainer has, wherever it lies."""
 
 import json
+from itertools import product
 
 import pytest
 
+from tests.covering import params
+from tests.distributed.cases import make_family
 from tests.distributed.lora_engine_worker import CASES
-from tests.distributed.pairs import FAMILIES, NUM_LAYERS
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints, make_prompts
-from tests.window_models import WINDOW_FAMILIES
+from tests.tiny_models import make_prompts
 
 pytestmark = pytest.mark.distributed
 
-EVERYWHERE = [(case, "llama") for case in CASES]
-OTHERS = (
-    "qwen3",
-    "glm",
-    "opt",
-    "opt_350m",
-    "mixtral",
-    "qwen3_moe",
-    "glm4_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "deepseek_v3",
-    *WINDOW_FAMILIES,
-)
+# Whose adapters an engine cuts in a way of its own: wherever it lies. The others once, and both in the weekly set.
+KINDS = ("qwen3", "glm", "qwen3_5", "qwen3_moe", "deepseek_v3", "olmo3")
+OTHERS = ("opt", "opt_350m", "mixtral", "glm4_moe", "qwen3_5_moe", "gemma3", "phi3", "ministral3", "smollm3")
 DEFAULT = [("one rank", "llama"), ("in place", "llama"), ("gathered", "qwen3"), ("apart", "llama")]
-WANTED = [*EVERYWHERE, *(("in place", family) for family in OTHERS), *(("gathered", family) for family in OTHERS)]
-PARAMETERS = [pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.thorough) for each in WANTED]
-every_case = pytest.mark.parametrize(("case", "family"), PARAMETERS)
+REST = [*((case, "llama") for case in CASES), *product(("in place", "gathered"), KINDS), *product(["gathered"], OTHERS)]
+cases = params(DEFAULT, [each for each in REST if each not in DEFAULT], product(["in place"], OTHERS))
+every_case = pytest.mark.parametrize(("case", "family"), cases)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +27,7 @@ def results(selected, tmp_path_factory) -> dict[str, list[dict[str, float]]]:
     root = tmp_path_factory.mktemp("lora_engine")
     wanted, found = sorted(selected("case", "family")), {}
     for name in sorted({family for _, family in wanted}):
-        family, tied, num_kv_heads = FAMILIES[name]
-        sizes = {"num_layers": NUM_LAYERS, "num_kv_heads": num_kv_heads, "head_dim": 32, "std": 0.1}
-        make_checkpoints(root / name, family=family, tied=tied, **sizes)
+        make_family(root, name, head_dim=32, std=0.1)
     prompts = make_prompts(root / "prompts.jsonl", 32)
     make_prompts(root / "heldout.jsonl", 3, seed=1)
     for num_ranks in sorted({CASES[case][0] for case, _ in wanted}):

@@ -1,49 +1,26 @@
-"""Every training layout handed to an engine in every rollout layout that fits: tokens, bytes, memory."""
+"""Training layouts handed to engines in rollout layouts: tokens, bytes, memory."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.pairs import (
-    BUCKET_BYTES,
-    CHANGES,
-    DEFAULT,
-    FAMILIES,
-    LARGEST_WEIGHT_BYTES,
-    NUM_LAYERS,
-    PAIRS,
-    Pair,
-)
+from tests.covering import params
+from tests.distributed.cases import make_family
+from tests.distributed.pairs import BUCKET_BYTES, DEFAULT, LARGEST_WEIGHT_BYTES, REST, WEEKLY, Pair
 from tests.launch import run_ranks
-from tests.tiny_models import give_own_head, make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
 
-every_pair = pytest.mark.parametrize(
-    "pair",
-    [pytest.param(pair, marks=() if pair.name in DEFAULT else pytest.mark.thorough) for pair in PAIRS],
-    ids=lambda pair: pair.name,
-)
+every_pair = pytest.mark.parametrize("pair", params(DEFAULT, REST, WEEKLY), ids=lambda pair: pair.name)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(selected, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted({pair.family for pair in selected("pair")}):
-        family, tied, num_kv_heads = FAMILIES[name]
-        make_checkpoints(
-            root / name,
-            family=family,
-            tied=tied,
-            num_kv_heads=num_kv_heads,
-            num_layers=NUM_LAYERS,
-            head_dim=32,
-            changes=CHANGES.get(name),
-        )
-        if name == "own_head":
-            give_own_head(root / name / "policy")
+        make_family(root, name, head_dim=32)
     return root
 
 
@@ -67,8 +44,7 @@ def hand_offs(results: dict, pair: Pair) -> list[dict]:
 @every_pair
 def test_greedy_tokens_equal_huggingface_on_every_replica(pair: Pair, results: dict) -> None:
     records = hand_offs(results, pair)
-    engines = pair.num_ranks if pair.trainer_ranks is None else pair.num_ranks - pair.trainer_ranks
-    assert sum(record["generated"] for record in records) == 2 * engines
+    assert sum(record["generated"] for record in records) == 2 * pair.case.num_ranks
     assert all(record["right"] for record in records)
 
 
@@ -111,10 +87,6 @@ def test_ranks_read_in_each_others_memory_or_send_messages(results: dict) -> Non
             assert second["read"] == 0 and second["cost"]["bytes_received"] == first["cost"]["bytes_received"]
         assert last[0]["read"] == 0
     assert any(last[0]["cost"]["bytes_received"] for *_, last in results.values())
-
-
-def test_every_pair_that_is_named_exists() -> None:
-    assert {pair.name for pair in PAIRS} >= DEFAULT
 
 
 def test_most_pairs_need_more_than_the_trainers_memory(results: dict) -> None:

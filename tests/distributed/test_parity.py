@@ -1,7 +1,6 @@
 """Every layout against one process of HuggingFace and plain PyTorch: log-probs, values, scores, gradients, updates."""
 
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,27 +8,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.models.prompt_groups import PromptGroup, prompt_groups
+from tests.covering import params
 from tests.distributed.cases import (
     ADAM,
-    CASES,
-    CHANGES,
     DEFAULT,
-    FAMILIES,
-    FAMILY_CASES,
-    GROUPED,
     HYPER,
-    NUM_LAYERS,
+    REST,
     SGD,
+    WEEKLY,
     Case,
-    applies,
     budgets,
+    listed,
+    make_family,
     make_groups,
     make_rollout,
 )
 from tests.launch import run_ranks
 from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
-from tests.tiny_models import SCORES, by_checkpoint_name, make_checkpoints
+from tests.tiny_models import SCORES, by_checkpoint_name
 
 pytestmark = pytest.mark.distributed
 
@@ -44,15 +41,7 @@ SIGMOID_ROUTERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight")
 def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted(selected("family")):
-        family, tied, num_kv_heads = FAMILIES[name]
-        make_checkpoints(
-            root / name,
-            family=family,
-            tied=tied,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=num_kv_heads,
-            changes=CHANGES.get(name),
-        )
+        make_family(root, name)
     return root
 
 
@@ -66,26 +55,14 @@ def results(checkpoints, selected, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def family(request) -> str:
-    return request.param
+def named(value: Case | str) -> str:
+    return value if isinstance(value, str) else value.name
 
 
-def each_case_of(families: Iterable[str]) -> pytest.MarkDecorator:
-    cases = [
-        pytest.param(case, family, marks=() if (case.name, family) in DEFAULT else pytest.mark.thorough)
-        for family in families
-        for case in CASES
-        if applies(case, family)
-    ]
-    names = {"indirect": ["family"], "ids": lambda x: x if isinstance(x, str) else x.name}
-    return pytest.mark.parametrize(("case", "family"), cases, **names)
+every_case = pytest.mark.parametrize(("case", "family"), params(listed(DEFAULT), listed(REST), WEEKLY), ids=named)
 
 
-every_case = each_case_of(FAMILIES)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(family, checkpoints) -> dict[str, torch.Tensor]:
     return computed_by_huggingface(checkpoints / family)
 
@@ -162,12 +139,6 @@ def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
     found = torch.load(results / f"{case.name}-{family}.pt")
     assert not isinstance(found, str), found
     return found
-
-
-def test_every_layout_that_is_named_exists() -> None:
-    named = {name for names in FAMILY_CASES.values() for name in names} | {name for name, _ in DEFAULT}
-    assert named <= {case.name for case in CASES}
-    assert all(applies(case, family) for case in CASES for name, family in DEFAULT if case.name == name)
 
 
 @every_case
@@ -259,7 +230,7 @@ def groups_by_huggingface(family: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@each_case_of(GROUPED)
+@every_case
 def test_grpo_with_gaps_in_the_responses(case, family, results, checkpoints):
     """Log-probs, scores, advantages, the loss, its gradient and one clipped SGD step of the flow as it is."""
     found, expected = load(results, case, family), groups_by_huggingface(checkpoints / family)

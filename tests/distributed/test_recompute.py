@@ -10,10 +10,9 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.config.recompute import Recompute, shown
 from hybridflow.parallel.layout import Cut, expert_tensor_parallel
 from hybridflow.placement.footprint import layer_bytes
-from tests.distributed.cases import CHANGES, FAMILIES, Case
+from tests.distributed.cases import Case, make_family
 from tests.distributed.recompute_cases import NUM_LAYERS, RUNS, Again, values
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -36,9 +35,7 @@ COUNTED = [  # frozen weights keep less, and a ReLU keeps its output alone
 def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name in sorted({run.family for run in selected("run")}):
-        family, tied, heads = FAMILIES[name]
-        more = {"num_layers": NUM_LAYERS, "num_kv_heads": heads, "changes": CHANGES.get(name)}
-        make_checkpoints(root / name, family=family, tied=tied, **more)
+        make_family(root, name, num_layers=NUM_LAYERS)
     return root
 
 
