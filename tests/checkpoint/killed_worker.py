@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybridflow.cli.train import main
@@ -51,7 +52,11 @@ def acts_at(place: str, number: int, what: str) -> None:
     *outer, name = path.split(".")
     holder: Any = importlib.import_module(module)
     for part in outer:
-        holder = getattr(holder, part)
+        found = getattr(holder, part)
+        if isinstance(found, ModuleType):  # whose functions others call, too
+            found = SimpleNamespace(**vars(found))
+            setattr(holder, part, found)
+        holder = found
     function, calls, stops, listen = getattr(holder, name), [0], list[StopRequest](), StopRequest.listen
 
     def counted(*arguments: Any, **named: Any) -> Any:

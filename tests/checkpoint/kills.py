@@ -85,7 +85,7 @@ RUNS = {
         *("actor.optimizer.lr=0.01", "sampling.max_response_length=32"),
         f"sampling.stop_token_ids={list(range(10, 35))}",  # so that lengths differ
     ],
-    "environment": [*CHAT, TP1, named("Talk", max_turn_tokens=12)],
+    "environment": [*CHAT, TP1, named("Talk", max_turn_tokens=12, num_workers=2)],
     "agent": [*CHAT, agent()],
     "leftover": [*GROUPS, "seed=2", grpo(**DYNAMIC), *NO_KL, "reward=" + json.dumps(DIGITS)],  # this seed has a surplus
 }
@@ -218,7 +218,7 @@ TABLE = {
     "partial": Row("partial", (UNDER_WAY, TOLD.at(1))),
     "routes": Row("routes", (UNDER_WAY,)),
     "environment": Row(
-        "environment", (End("hybridflow.environments.conversations:Conversations._go_on", 20),), 2, ROUNDING
+        "environment", (End("hybridflow.environments.conversations:Conversations._go_on", 40),), 2, ROUNDING
     ),
     "agent": Row(
         "agent",
@@ -228,7 +228,7 @@ TABLE = {
     ),
     "adapters": Row("lora", (PLACES["tensors"].at(7), PLACES["loading"])),
     "context": Row("context", (PLACES["hand-off"].at(3, rank="1"),)),
-    "leftover": Row("leftover", (SCORING.at(3, what="0.1"),)),
+    "leftover": Row("leftover", (PLACES["hand-off"].at(3, what="0.1"),)),
 }
 EVERYWHERE = ("ppo", "grpo", "lora", "context", "leftover", *FLOWS)  # whose ranks all train
 
