@@ -1,6 +1,6 @@
 """What is under way when a run ends early: the table of tests/checkpoint/test_kills.py, and what its runs are.
 
-Where a rank dies and what is trained do not depend on each other: each place is in one row, and the product is weekly.
+Where a rank dies and what is trained do not depend on each other: each place is in a row, and the product is weekly.
 """
 
 import csv
@@ -60,13 +60,9 @@ def agent(**arguments: Any) -> str:
     return agents.named("stops_between", arguments=arguments, max_turn_tokens=16)
 
 
-AT = 5  # the question of four rows of the second rollout
 RUNS = {
-    "ppo": [
-        "algorithm.kl.controller=adaptive",
-        "algorithm.update.epochs=2",
-        "reward.normalization=running",
-    ],  # tp 2, the critic dp 2
+    # tp 2, the critic dp 2
+    "ppo": ["algorithm.kl.controller=adaptive", "algorithm.update.epochs=2", "reward.normalization=running"],
     # two replicas in bfloat16: main weights in float32, all of the optimizer split by ZeRO-1
     "grpo": [*GROUPS, grpo(), TP1, "actor.dtype=bfloat16"],
     "lora": [  # of adapters alone; the reference is the actor with the adapters of some iterations ago
@@ -113,8 +109,8 @@ def make_more_inputs(root: Path, runs: set[str]) -> None:
 class End:
     """How a start ends, by tests/checkpoint/killed_worker.py: what befalls `rank` in its `number`-th call of `place`.
 
-    number 0: nothing. what: more of it than a kill. said: what is printed. disk: first, the options of a mount of one
-    that holds the checkpoints alone.
+    number 0: nothing. what: a kill so many seconds later, or what the worker knows else. said: what is printed.
+    disk: before the start, the options of a mount of one that holds the checkpoints alone.
     """
 
     place: str = ""
@@ -152,8 +148,7 @@ PLACES = {
 }
 SAVING = list(PLACES)[list(PLACES).index("state") : -1]
 IN_BACKGROUND = ("checkpoint.async_save=true",)
-IN_THE_THIRD = "stopped in iteration 3, before its first step"
-TOLD = SCORING.at(3, rank="1", what="told", said=IN_THE_THIRD)
+TOLD = SCORING.at(1, what="told", said="stopped in iteration 3, before its first step")
 UNDER_WAY = End("hybridflow.rollout.partial:UnderWay.add", 3, rank="1")
 
 
@@ -180,7 +175,7 @@ SAVES = tuple(
     PLACES[place].at(PLACES[place].number if i else 3 * PLACES[place].number, overrides=IN_BACKGROUND * (i % 2))
     for i, place in enumerate(SAVING)
 )
-ROOM = End("hybridflow.checkpoint.writer:CheckpointWriter._check_room", 1)
+ROOM = "hybridflow.checkpoint.writer:CheckpointWriter._check_room"
 FULL = "the checkpoint of iteration 2 cannot be written"
 GOES_ON = ("checkpoint.on_error=continue", *IN_BACKGROUND)
 # answers come in another order, and a batch of the engine has other rows
@@ -190,9 +185,9 @@ TABLE = {
     "synchronous": Row(
         "ppo",
         (
-            PLACES["update"].at(13, rank="1"),
+            PLACES["update"].at(13),
             PLACES["row of metrics"].at(2, overrides=IN_BACKGROUND),
-            TOLD.at(1),
+            TOLD.at(1, rank="1"),
         ),
     ),
     "save": Row("grpo", SAVES, 7),
@@ -202,7 +197,7 @@ TABLE = {
             PLACES["row of metrics"].at(2),
             End(disk="size=24m", said=FULL),  # a checkpoint has 14 MB: the first fits, the second does not
             # nobody foresees it, and the run goes on
-            replace(ROOM, what="nothing", overrides=GOES_ON, said="No space left on device"),
+            End(ROOM, 1, what="nothing", overrides=GOES_ON, said="No space left on device"),
             End(disk="remount,ro", said="Read-only file system"),
         ),
     ),
@@ -211,24 +206,24 @@ TABLE = {
         (
             End("hybridflow.trainers.engine_ranks:EngineRanks._respond", 4, rank="1"),
             End("hybridflow.roles.generator:Generator.gathered", 1),
-            TOLD.at(1, rank="0"),
+            TOLD,
         ),
         left_out=("reshard/",),
     ),
-    "partial": Row("partial", (UNDER_WAY, TOLD.at(1))),
+    "partial": Row("partial", (UNDER_WAY, TOLD.at(1, rank="1"))),
     "routes": Row("routes", (UNDER_WAY,)),
     "environment": Row(
         "environment", (End("hybridflow.environments.conversations:Conversations._go_on", 40),), 2, ROUNDING
     ),
     "agent": Row(
         "agent",
-        (GENERATION.at(2, what="ROOT/words/*.pids 4", overrides=(agent(at=AT, words="ROOT/words"),)),),
+        (GENERATION.at(2, what="ROOT/words/*.pids 4", overrides=(agent(at=5, words="ROOT/words"),)),),
         2,
         ROUNDING,
     ),
     "adapters": Row("lora", (PLACES["tensors"].at(7), PLACES["loading"])),
-    "context": Row("context", (PLACES["hand-off"].at(3, rank="1"),)),
-    "leftover": Row("leftover", (PLACES["hand-off"].at(3, what="0.1"),)),
+    "context": Row("context", (PLACES["hand-off"].at(3),)),
+    "leftover": Row("leftover", (PLACES["update"].at(5),)),
 }
 EVERYWHERE = ("ppo", "grpo", "lora", "context", "leftover", *FLOWS)  # whose ranks all train
 

@@ -1,5 +1,5 @@
-"""Whole runs of `hybridflow.train` on fixed data: one is killed and goes on bit for bit, without and with a reference;
-what they leave behind is what transformers and a PPO run load."""
+"""Whole runs of `hybridflow.train` on fixed data: a policy, a reward model and a policy beside a reference are killed
+and go on bit for bit; what they leave behind is what transformers and a PPO run load."""
 
 import csv
 import json
@@ -30,6 +30,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 # where a rank is killed, and at which call of it, in the third iteration
 PLACES = {
     "sft": ("hybridflow.models.optimizer:TrainedModel.step", "3"),
+    "reward_model": ("hybridflow.checkpoint.writer:write_records", "3"),
     "dpo": ("hybridflow.flows.run:Run.whole", "4"),  # the first is of the evaluation before training
 }
 # runs that end by a metric, in this order; the first one is started three times

@@ -199,7 +199,10 @@ def test_a_model_that_cannot_be_written_costs_no_iteration(root: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("stdout", ["a pipe that nobody reads", "a full disk", "closed"])
+@pytest.mark.parametrize(
+    "stdout",
+    ["a full disk", *(pytest.param(x, marks=pytest.mark.weekly) for x in ("a pipe that nobody reads", "closed"))],
+)
 def test_a_run_that_nobody_can_watch_goes_on(stdout: str, root: Path) -> None:
     """Two ranks that the command starts: of neither it nor of them."""
     name = stdout.replace(" ", "_")

@@ -131,6 +131,7 @@ def test_evaluations_between_leave_the_rows_under_way_alone(root: Path) -> None:
     assert all(float(row["rollout/tokens_under_way"]) > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_begins_open_rows_again(root: Path, tmp_path: Path) -> None:
     overrides = [*COMMON, *RUNS["partial"], "name=killed", "checkpoint.load=auto"]
     command = (1, "tests.checkpoint.killed_worker", "0", "hybridflow.rollout.partial:UnderWay.add", "3", "0")
