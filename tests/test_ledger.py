@@ -62,11 +62,10 @@ LEDGER: dict[str, tuple[str, ...]] = {
         "distributed/test_algorithms.py::test_in_the_first_step_every_ratio_is_one",
     ),
     "the schedule of the learning rate steps twice after a resume": (
-        "checkpoint/test_flows.py::test_a_flow_that_was_killed_goes_on_bit_for_bit",
+        "checkpoint/test_kills.py::test_a_run_that_ends_early_ends_as_any_other",
     ),
     "the critic's optimizer is not restored": (
-        "checkpoint/test_kills.py::test_a_run_whose_ranks_are_killed_ends_as_any_other",
-        "checkpoint/test_flows.py::test_a_flow_that_was_killed_goes_on_bit_for_bit",
+        "checkpoint/test_kills.py::test_a_run_that_ends_early_ends_as_any_other",
     ),
     "the prefix cache keeps keys and values of earlier weights": (
         "distributed/test_handoff.py::test_keys_and_values_of_earlier_weights_are_forgotten",

@@ -70,7 +70,7 @@ async def stops_between(base_url: str, row: dict[str, Any], at: int | None = Non
         own = await asyncio.create_subprocess_exec("sleep", "600")
         word = Path(words) / base_url.split("/")[-2]
         word.with_suffix(".part").write_text(f"{os.getpid()} {own.pid}")
-        word.with_suffix(".part").rename(word)
+        word.with_suffix(".part").rename(word.with_suffix(".pids"))
         await own.wait()
     return await calculator(base_url, row)
 

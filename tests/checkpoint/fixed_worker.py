@@ -10,11 +10,11 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.trainers.fixed_data import FixedDataTrainer
-from tests.checkpoint.test_fixed import ENDINGS, FLOWS
+from tests.checkpoint.test_fixed import ENDINGS, FLOWS, PLACES
 
 
 def main(directory: Path, run: str) -> None:
-    for name in FLOWS:
+    for name in PLACES if run == "killed" else FLOWS:
         config = FixedDataConfig.from_yaml(directory / f"{name}.yaml", [f"name={name}-{run}"])
         FixedDataTrainer(config).fit()
     if run == "killed":

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_kills import COSTS
+from tests.checkpoint.kills import COSTS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints, make_prompts
 

@@ -1,14 +1,13 @@
 """A run that ends with an error of one rank is saved after the last whole iteration, and goes on from there."""
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
 from hybridflow.checkpoint.state import load_state
-from hybridflow.checkpoint.store import read_manifest, step_name, steps
-from tests.checkpoint.test_kills import COSTS
+from hybridflow.checkpoint.store import step_name, steps
+from tests.checkpoint.kills import rows, tensors
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
@@ -42,12 +41,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def rows(run: Path, left_out: tuple[str, ...]) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    return [{name: x for name, x in row.items() if not any(part in name for part in left_out)} for row in found]
-
-
 @pytest.mark.parametrize(("name", "saved"), [("score", 2), ("judge", 3)])
 def test_an_error_of_one_rank_saves_the_last_whole_iteration(name: str, saved: int, root: Path) -> None:
     found = [json.loads((root / f"told.{rank}.json").read_text()) for rank in range(2)]
@@ -55,11 +48,9 @@ def test_an_error_of_one_rank_saves_the_last_whole_iteration(name: str, saved: i
     assert [text.partition(":")[0] for text in sorted(broken)] == ["OfAnotherRank", "RewardError"], broken
     assert all(f"the run is saved after iteration {saved} (" in text for text in broken)
     assert all(told[f"{name} mended"] == told["whole mended"] == "" for told in found)
-    left_out = (*COSTS, *(["eval/"] if name == "judge" else []))  # no evaluation is made again
+    left_out = ("eval/",) * (name == "judge")  # no evaluation is made again
     assert rows(root / name, left_out) == rows(root / "whole", left_out)
     assert steps(root / name / "checkpoints")[-1] == 4
     whole, known = rows(root / "whole", left_out), load_state(root / name / "checkpoints" / step_name(saved)).metrics
     assert known["actor/grad_norm"] == pytest.approx(float(whole[saved]["actor/grad_norm"]))  # behind the start's row
-    files = [read_manifest(root / run / "checkpoints" / step_name(4)).files for run in (name, "whole")]
-    one, other = ({key: value for key, value in some.items() if key.endswith(".distcp")} for some in files)
-    assert one and one == other
+    assert tensors(root / name, 4) == tensors(root / "whole", 4)

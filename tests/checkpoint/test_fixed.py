@@ -1,5 +1,5 @@
-"""Whole runs of `hybridflow.train` on fixed data: one of each algorithm is killed and goes on bit for bit; what they
-leave behind is what transformers and a PPO run load."""
+"""Whole runs of `hybridflow.train` on fixed data: a policy, a reward model and a policy beside a reference are killed
+and go on bit for bit; what they leave behind is what transformers and a PPO run load."""
 
 import csv
 import json
@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.checkpoint.store import read_manifest, step_name
-from tests.checkpoint.test_kills import COSTS
+from hybridflow.checkpoint.store import step_name
+from tests.checkpoint.kills import rows, tensors
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -32,7 +32,6 @@ PLACES = {
     "sft": ("hybridflow.models.optimizer:TrainedModel.step", "3"),
     "reward_model": ("hybridflow.checkpoint.writer:write_records", "3"),
     "dpo": ("hybridflow.flows.run:Run.whole", "4"),  # the first is of the evaluation before training
-    "kto": ("hybridflow.checkpoint.store:_write_manifest", "3"),
 }
 # runs that end by a metric, in this order; the first one is started three times
 ENDINGS: tuple[tuple[str, list[str]], ...] = (
@@ -104,20 +103,7 @@ def config(root: Path, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["iteration"] for row in found] == [str(i) for i in range(NUM_ITERATIONS + 1)]
-    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
-
-
-def tensors(run: Path, iteration: int) -> dict[str, object]:
-    """Size and checksum of what all ranks have written."""
-    files = read_manifest(run / "checkpoints" / step_name(iteration)).files
-    return {name: its for name, its in files.items() if name.endswith(".distcp")}
-
-
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", PLACES)
 def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, root: Path) -> None:
     undisturbed, killed = root / f"{name}-undisturbed", root / f"{name}-killed"
     assert rows(killed) == rows(undisturbed)

@@ -1,131 +1,140 @@
-"""Ranks of real runs are killed, again and again, wherever they are: what is left in the end is what an undisturbed run
-leaves, bit for bit: every metric that is no time or memory, every weight, every moment of the optimizers.
+"""Real runs end early, again and again, wherever they are: what is left in the end is what an undisturbed run leaves,
+bit for bit: every metric that is no time or memory, every batch, every weight, every moment of the optimizers.
 """
 
-import csv
 import json
-import random
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from hybridflow.checkpoint.store import read_manifest
+from tests.checkpoint.kills import (
+    EVERYWHERE,
+    GOES_ON,
+    ROUNDING,
+    TABLE,
+    End,
+    Row,
+    batches,
+    every_place,
+    make_more_inputs,
+    rows,
+    tensors,
+)
 from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.environments.test_pool import alive
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-COSTS = (
-    "time/",
-    "kv_cache_use",
-    "speed/",
-    "memory/",
-    "reshard/seconds",
-    "_per_sec",
-    "_ms",
-)  # what no two runs have alike
-NUM_ITERATIONS = 14  # more than what the kills leave between them
-RUNNING = ["checkpoint.save_interval=1", "reward.normalization=running", f"num_iterations={NUM_ITERATIONS}"]
-GRPO = {"name": "grpo", "update": {"mini_batch_size": 4}}
-ALGORITHMS = {
-    "ppo": ["algorithm.kl.controller=adaptive", "algorithm.update.epochs=2"],  # tp 2, the critic dp 2
-    "grpo": [  # two replicas in bfloat16: main weights in float32, all of the optimizer split by ZeRO-1
-        *("critic=null", "algorithm=" + json.dumps(GRPO), "sampling.samples_per_prompt=2"),
-        *("actor.tensor_parallel_size=1", "actor.dtype=bfloat16"),
-    ],
-}
-ALGORITHMS["lora"] = [  # of adapters alone; the reference is the actor with the adapters of some iterations ago
-    *("actor.lora={rank: 4}", "critic.lora={rank: 2}", "reference=null"),
-    *("algorithm.kl.controller=adaptive", "algorithm.kl.reset_reference_interval=3"),
-]
-ALGORITHMS["context"] = [  # two ranks share the tokens of rows that are longer than 10
-    *("critic=null", "algorithm=" + json.dumps(GRPO), "sampling.samples_per_prompt=2", "actor.micro_batch_tokens=20"),
-    *("actor.tensor_parallel_size=1", "actor.context_parallel_size=2"),
-]
-FIRST = "0"  # the rank that makes checkpoints of what all have written
-# where: (module:function, rank or None for any, calls of it in an iteration, whether later than the call)
-PLACES = {
-    "loading": ("hybridflow.checkpoint.resume:load", None, 1, False),
-    "hand-off": ("hybridflow.reshard.execute:WeightReshard.to_engine", None, 1, False),
-    "generation": ("hybridflow.roles.generator:Generator.generate", None, 1, True),
-    "scoring": ("hybridflow.flows.run:Run.whole", None, 1, True),
-    "update": ("hybridflow.models.optimizer:TrainedModel.step", None, 2, True),
-    "row of metrics": ("hybridflow.recording.writers:MetricsWriter.write", FIRST, 1, False),
-    "state": ("hybridflow.checkpoint.writer:write_state", FIRST, 1, False),
-    "tensors": ("hybridflow.checkpoint.writer:write_records", None, 1, False),
-    "middle of tensors": ("hybridflow.formats.distributed_storage:_save", None, 20, False),
-    "metadata": ("hybridflow.checkpoint.writer:finish_save", FIRST, 1, False),
-    "manifest": ("hybridflow.checkpoint.store:_write_manifest", FIRST, 1, False),
-    "rename": ("hybridflow.checkpoint.store:replace_directory", FIRST, 1, False),
-    "between rename and pointer": ("hybridflow.checkpoint.store:point_to", FIRST, 1, False),
-    "removal of old ones": ("hybridflow.checkpoint.writer:remove", FIRST, 1, False),
-    "middle of a removal": ("hybridflow.checkpoint.store:shutil.rmtree", FIRST, 1, False),
-    "anywhere": ("hybridflow.trainers.online:OnlineTrainer.iterate", None, 1, True),
-}
+DEFAULT = ("synchronous", "one step off")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-# Each place once: where a rank dies and what is trained do not depend on each other. One of its own, of the default
-# set: what counts then is that the run goes on at all.
-ORDER = random.Random(0).sample(sorted(PLACES), len(PLACES))
-TURNS = {
-    "ppo": ORDER[0::2],
-    "grpo": ORDER[1::2],
-    "ppo, twice": ["update", "between rename and pointer"],
-    "lora": ["update", "tensors", "loading", "rename"],
-    "context": ["update", "tensors"],
-}
+def root(tmp_path_factory: pytest.TempPathFactory, selected: Callable[..., set[str]]) -> Path:
+    """With the runs that nobody disturbs."""
+    root = tmp_path_factory.mktemp("kills")
+    write_config(root / "config.yaml", make_inputs(root / "inputs"))
+    chosen = [*(TABLE[name] for name in TABLE if name in selected("name")), *map(every_place, sorted(selected("run")))]
+    make_more_inputs(root, {row.run for row in chosen})
+    undisturbed = {row.undisturbed: row.overrides(root) for row in chosen}
+    run_ranks(2, "tests.flows.one_step_off_worker", root / "config.yaml", json.dumps(undisturbed))
+    return root
 
 
 @pytest.mark.parametrize(
-    "turn", [pytest.param(turn, marks=() if turn == "ppo, twice" else pytest.mark.thorough) for turn in TURNS]
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in TABLE]
 )
-def test_a_run_whose_ranks_are_killed_ends_as_any_other(turn: str, inputs: Path, tmp_path: Path) -> None:
-    config, places = write_config(tmp_path / "config.yaml", inputs), TURNS[turn]
-    overrides = [*RUNNING, *ALGORITHMS[turn.partition(",")[0]]]
-    start(config, [*overrides, "name=undisturbed"])
-    disturbed, chance, kills = [*overrides, "name=killed"], random.Random(turn), []
-    start(config, [*disturbed, "num_iterations=3"])  # there is something to load, and something to remove
-    for place in places:
-        in_background = chance.random() < 0.5
-        saving = f"checkpoint.async_save={json.dumps(in_background)}"
-        if killed(config, [*disturbed, saving], place, chance):
-            kills.append((place, in_background))
-    assert len(kills) >= len(places) - 1, f"the others were not reached: {kills}"
-    start(config, disturbed)
-    assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")
-    assert tensors(tmp_path / "killed") == tensors(tmp_path / "undisturbed")
-    assert not list((tmp_path / "killed" / "checkpoints").glob(".*")), "nothing is left of what did not become one"
+def test_a_run_that_ends_early_ends_as_any_other(name: str, root: Path) -> None:
+    ends_as_any_other(TABLE[name], root / name.replace(" ", "-"))
 
 
-def start(config: Path, overrides: list[str], kill: tuple[str, ...] = (FIRST, "", "0", "0")) -> int:
-    """The exit status; a run that nobody disturbs ends well."""
-    undisturbed = kill[2] == "0"
-    return run_ranks(2, "tests.checkpoint.killed_worker", *kill, config, *overrides, check=undisturbed).returncode
+@pytest.mark.weekly
+@pytest.mark.parametrize("run", EVERYWHERE)
+def test_every_place_in_every_run(run: str, root: Path) -> None:
+    ends_as_any_other(every_place(run), root / f"every-{run.replace(' ', '-')}")
 
 
-def killed(config: Path, overrides: list[str], place: str, chance: random.Random) -> bool:
-    """Whether a rank was killed there; in the first iteration of the start or the next."""
-    function, rank, calls, later = PLACES[place]
-    number = 1 if place == "loading" else chance.randint(1, 2 * calls)
-    seconds = round(chance.uniform(0.0, 0.4), 3) if later else 0
-    return start(config, overrides, (rank or chance.choice("01"), function, str(number), str(seconds))) != 0
+def ends_as_any_other(row: Row, run: Path) -> None:
+    root, undisturbed = run.parent, run.with_name(row.undisturbed)
+    given, below = [*row.overrides(root), f"name={run.name}"], list[int]()
+    expected = rows(undisturbed, row.left_out)
+    with disk(run / "checkpoints", [end.disk for end in row.ends]) as mount:
+        for end in row.ends:
+            mount(end.disk)
+            below += ended(end, root, given)
+            left = rows(run, row.left_out)
+            assert left and left == expected[: len(left)], end
+            assert row.run != "leftover" or float(left[-1]["rollout/groups_surplus"]), "there is something left over"
+        mount("remount,rw,size=200m")
+        run_ranks(2, "hybridflow.train", root / "config.yaml", *given)
+        assert rows(run, row.left_out) == expected and len({x["actor/lr"] for x in expected}) == len(expected)
+        for iteration in (len(expected) - 1, len(expected)):
+            assert tensors(run, iteration) == tensors(undisturbed, iteration), iteration
+        assert not list((run / "checkpoints").glob(".*")), "nothing is left of what did not become one"
+    same_batches(run, undisturbed, rounded=row.left_out == ROUNDING)
+    assert (run / "hf" / "model.safetensors").read_bytes() == (undisturbed / "hf" / "model.safetensors").read_bytes()
+    until = time.monotonic() + 30
+    while any(map(alive, below)):
+        assert time.monotonic() < until, "what a rank has started outlives it"
+        time.sleep(0.05)
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["iteration"] for row in found] == [str(i) for i in range(1, NUM_ITERATIONS + 1)]
-    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
+def ended(end: End, root: Path, given: list[str]) -> list[int]:
+    """The processes below a rank that was killed."""
+    what, *more = [each.replace("ROOT", str(root)) for each in (end.what, *end.overrides)]
+    arguments = (end.rank, end.place, end.number, what, root / "config.yaml", *given, *more)
+    done = run_ranks(2, "tests.checkpoint.killed_worker", *arguments, check=False)
+    said = done.stdout + done.stderr
+    assert (done.returncode == 0) == (end.overrides == GOES_ON) and end.said in said, said
+    found = re.findall(r"^below(.*)$", done.stdout, flags=re.MULTILINE)
+    assert len(found) == (end.number > 0 and end.what not in ("told", "nothing")), f"{end} was not reached\n{said}"
+    below = [int(pid) for pid in " ".join(found).split()]
+    if "words/" in what:
+        agents = [int(pid) for word in (root / "words").iterdir() for pid in word.read_text().split()]
+        assert len(agents) == 8 and set(agents) < set(below), "two of each row, the supervisor's beside them"
+    return below
 
 
-def tensors(run: Path) -> dict[str, object]:
-    """Size and checksum of the files of all ranks in the last checkpoint."""
-    files = read_manifest(run / "checkpoints" / f"step_{NUM_ITERATIONS:06d}").files
-    found = {name: its for name, its in files.items() if name.endswith(".distcp")}
-    assert found
-    return found
+def same_batches(run: Path, undisturbed: Path, *, rounded: bool) -> None:
+    found, expected = batches(run), batches(undisturbed)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if rounded and name == "rollout_log_probs":
+                torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-4)
+            else:
+                assert torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num()), name
+
+
+@contextmanager
+def disk(path: Path, options: list[str]) -> Iterator[Callable[[str], None]]:
+    """Mounts, if any of the options says something; what was there is on the disk then."""
+
+    def mount(how: str) -> None:
+        if not any(options) or not how:
+            return
+        before = path.with_name("before")
+        if not path.is_mount():
+            path.rename(before)
+            path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this user may not mount a small disk: {done.stderr.strip()}")
+        if before.exists():
+            shutil.copytree(before, path, dirs_exist_ok=True)
+            shutil.rmtree(before)
+
+    try:
+        yield mount
+    finally:
+        if path.is_mount():
+            subprocess.run(["umount", str(path)], check=True)

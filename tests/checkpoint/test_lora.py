@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from hybridflow.architecture.peft_directory import is_other_base
 from hybridflow.checkpoint.store import step_name, steps
 from hybridflow.formats.distributed_directory import DistributedDirectory
-from tests.checkpoint.test_resume import PLACE_DEPENDENT, rows
-from tests.covering import params
+from tests.checkpoint.kills import rows
+from tests.checkpoint.test_resume import PLACE_DEPENDENT
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
@@ -67,25 +67,24 @@ def test_a_checkpoint_holds_what_is_trained_alone(root: Path) -> None:
     assert saved(root, "critic") == {*adapters, *moments, *head, "optimizer.num_steps"}
 
 
+ONE, THOROUGH = ("actor.tensor_parallel_size=1",), pytest.mark.thorough
+STAGES = (*ONE, "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2")
+SEQUENCE = ("actor.sequence_parallel=true", "actor.recompute=full", "rollout.tensor_parallel_size=1")
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    params(
-        [("same", (), 2), ("pp2", (*ONE, "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2"), 2)],
-        [
-            ("one_rank", ONE, 1),
-            ("tp2sp", ("actor.sequence_parallel=true", "actor.recompute=full", "rollout.tensor_parallel_size=1"), 2),
-        ],
-    ),
+    [
+        ("one_rank", ONE, 1),
+        pytest.param("pp2", STAGES, 2, marks=THOROUGH),
+        pytest.param("tp2sp", SEQUENCE, 2, marks=THOROUGH),
+    ],
 )
 def test_a_run_goes_on_in_any_layout(name: str, layout: tuple[str, ...], ranks: int, root: Path) -> None:
     copied(root, name, up_to=2)
     train(root, name, *layout, ranks=ranks)
-    found, expected = rows(root / name, 3), rows(root / "undisturbed", 3)
+    found, expected = rows(root / name, first=3), rows(root / "undisturbed", first=3)
     assert len(found) == NUM_ITERATIONS - 2
-    if not layout:
-        assert found == expected
-        first, again = (root / run / "hf" / "model.safetensors" for run in ("undisturbed", "same"))
-        assert first.read_bytes() == again.read_bytes()
     for row, same in zip(found, expected, strict=True):
         for metric in row:
             if row[metric] != same[metric] and not metric.startswith(PLACE_DEPENDENT):

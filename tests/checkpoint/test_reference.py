@@ -1,6 +1,5 @@
 """A reference that becomes the actor every so many iterations, under ReMax: a run with it goes on as if not ended."""
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hybridflow.checkpoint.store import step_name
 from hybridflow.config import ExperimentConfig
 from hybridflow.placement.placed import place
 from hybridflow.placement.saving import written_bytes
-from tests.checkpoint.test_kills import COSTS
+from tests.checkpoint.kills import rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
@@ -35,12 +34,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(root: Path, name: str) -> None:
     run_ranks(2, "hybridflow.train", root / "config.yaml", *SETTINGS, f"name={name}")
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
 
 
 def test_after_a_reset_there_is_no_kl_until_the_next_step(root: Path) -> None:

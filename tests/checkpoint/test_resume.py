@@ -1,23 +1,20 @@
-"""Real runs that end early and go on: elsewhere, with another config, after damage, on a full disk, when told to stop.
+"""Real runs that end early and go on: elsewhere, with another config, after damage, with files that cannot be written.
 
 Every start is a launch of `hybridflow.train`; what a person would see is what is looked at.
 """
 
-import contextlib
-import csv
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hybridflow.checkpoint.state import load_state
-from hybridflow.checkpoint.store import read_manifest, step_name, steps
+from hybridflow.checkpoint.store import step_name, steps
 from hybridflow.errors import ExitStatus
-from tests.checkpoint.test_kills import COSTS
+from tests.checkpoint.kills import rows, tensors
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import of_no_rank, run_ranks
 
@@ -57,12 +54,6 @@ def copied(root: Path, name: str, *, up_to: int) -> Path:
     return run / "checkpoints"
 
 
-def rows(run: Path, first: int = 1) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = [row for row in csv.DictReader(file) if int(row["iteration"]) >= first]
-    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
-
-
 # ---------------------------------------------------------------------------------------------- elsewhere
 
 ACTOR_PP2 = ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2")
@@ -76,8 +67,8 @@ PLACE_DEPENDENT = ("reshard/",)
 @pytest.mark.parametrize(
     ("name", "first", "starts"),
     [
-        ("pp2", 3, [(ACTOR_PP2, 2, 8)]),
-        ("dp2", 3, [(ACTOR_DP2, 2, 8)]),
+        pytest.param("pp2", 3, [(ACTOR_PP2, 2, 8)], marks=pytest.mark.weekly),
+        pytest.param("dp2", 3, [(ACTOR_DP2, 2, 8)], marks=pytest.mark.weekly),
         ("cp2", 3, [(ACTOR_CP2, 2, 8)]),
         ("4-2-4", 3, [(ACTOR_TP2PP2, 4, 4), (("actor.tensor_parallel_size=2",), 2, 6), (ACTOR_TP2PP2, 4, 8)]),
     ],
@@ -86,7 +77,7 @@ def test_it_goes_on_in_other_layouts(name: str, first: int, starts: list, root: 
     copied(root, name, up_to=2)
     for layout, ranks, last in starts:
         train(root, name, "checkpoint.save_interval=2", *layout, f"num_iterations={last}", ranks=ranks)
-    found, expected = rows(root / name, first), rows(root / "undisturbed", first)
+    found, expected = rows(root / name, first=first), rows(root / "undisturbed", first=first)
     assert len(found) == NUM_ITERATIONS - first + 1
     for row, same in zip(found, expected, strict=True):
         for metric in row:
@@ -105,21 +96,10 @@ def flip(step: Path) -> str:
     return str(file)
 
 
-def lose_manifest(step: Path) -> str:
-    (step / "manifest.json").unlink()
-    return str(step / "manifest.json")
-
-
-def lose_state(step: Path) -> str:
-    (step / "state.json").unlink()
-    return str(step / "state.json")
-
-
-@pytest.mark.parametrize("damage", [flip, lose_manifest, lose_state])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_used(damage: object, root: Path) -> None:
-    name = damage.__name__
+def test_a_damaged_checkpoint_is_told_and_the_one_before_used(root: Path) -> None:
+    name = "flip"
     checkpoints = copied(root, name, up_to=6)
-    file = damage(checkpoints / "step_000006")
+    file = flip(checkpoints / "step_000006")
     said = train(root, name, "checkpoint.save_interval=2", "checkpoint.keep_last=9")
     assert f"{checkpoints / 'step_000006'} is not intact" in said and file in said
     assert f"resumes from {checkpoints / 'step_000004'}" in said
@@ -133,11 +113,6 @@ def test_no_intact_checkpoint_is_an_error(root: Path) -> None:
     said = train(root, "damaged", status=1)
     assert file in said and "checkpoint.load=none starts anew" in said
     assert (root / "damaged" / "metrics.csv").exists(), "nothing is moved or lost"
-
-
-def tensors(run: Path, iteration: int) -> dict[str, object]:
-    files = read_manifest(run / "checkpoints" / step_name(iteration)).files
-    return {name: its for name, its in files.items() if name.endswith(".distcp")}
 
 
 # ---------------------------------------------------------------------------------------------- another config
@@ -162,9 +137,9 @@ def test_a_fork_begins_with_anothers_weights_and_goes_on_by_itself(root: Path) -
     assert [row["iteration"] for row in rows(root / "fork")] == ["5", "6"]
     said = train(root, "fork", *fork)  # the same command goes on with what it has
     assert f"resumes from {root / 'fork' / 'checkpoints' / 'step_000006'}" in said
-    assert rows(root / "fork") == rows(root / "undisturbed", 5)
+    assert rows(root / "fork") == rows(root / "undisturbed", first=5)
     assert load_state(root / "fork" / "checkpoints" / "step_000008").forked_from == str(source)
-    assert rows(root / "undisturbed", 7), "the other run is as it was"
+    assert rows(root / "undisturbed", first=7), "the other run is as it was"
 
 
 def test_load_none_starts_anew_and_a_wrong_path_is_an_error(root: Path) -> None:
@@ -183,61 +158,7 @@ def test_a_run_that_is_over_has_nothing_to_do(root: Path) -> None:
     assert rows(root / "over") == rows(root / "undisturbed")
 
 
-# ---------------------------------------------------------------------------------------------- disks
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
-    path.mkdir(parents=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"this user may not mount a small disk: {done.stderr.decode().strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(root: Path) -> None:
-    """A checkpoint has 14 MB: the first fits, the second does not."""
-    with small_disk(root / "full", 24) as disk:
-        where = (f"output_dir={disk}", "checkpoint.save_interval=2", "num_iterations=6")
-        said = train(root, "stops", *where, status=1)
-        assert "the checkpoint of iteration 4 cannot be written" in said
-        assert "bytes" in said and f"{disk}/stops/checkpoints/step_000002 is as it was" in said
-        assert steps(disk / "stops" / "checkpoints") == [2]
-        assert not list((disk / "stops" / "checkpoints").glob(".*")), "the room is free again"
-        said = train(root, "stops", *where, "checkpoint.on_error=continue", "checkpoint.async_save=true")
-        assert "the run continues (checkpoint.on_error = continue)" in said
-        assert rows(disk / "stops") == rows(root / "undisturbed")[:6], "training is as it would have been"
-        assert steps(disk / "stops" / "checkpoints") == [2]
-
-
-def test_a_disk_that_nobody_foresees_to_be_full(root: Path) -> None:
-    """That of checkpoints alone: rows that are written beside a checkpoint need none of it."""
-    checkpoints = copied(root, "unforeseen", up_to=2)
-    shutil.move(checkpoints, root / "foreseen")
-    with small_disk(checkpoints, 24):
-        shutil.copytree(root / "foreseen", checkpoints, dirs_exist_ok=True)
-        for saving in ("checkpoint.async_save=true", "checkpoint.async_save=false"):
-            how = ("checkpoint.save_interval=2", "num_iterations=6", "checkpoint.on_error=continue", saving)
-            said = train(root, "unforeseen", *how, module="tests.checkpoint.full_disk_worker")
-            assert "No space left on device" in said and ".distcp" in said
-            assert rows(root / "unforeseen") == rows(root / "undisturbed")[:6]
-            assert steps(checkpoints) == [2]
-
-
-def test_a_disk_that_may_not_be_written_any_more(root: Path) -> None:
-    """The directory of checkpoints alone: metrics go on."""
-    checkpoints = copied(root, "readonly", up_to=2)
-    shutil.move(checkpoints, root / "aside")
-    with small_disk(checkpoints, 64):
-        shutil.copytree(root / "aside", checkpoints, dirs_exist_ok=True)
-        subprocess.run(["mount", "-o", "remount,ro", str(checkpoints)], check=True)
-        said = train(root, "readonly", "checkpoint.save_interval=2", "num_iterations=4", status=1)
-        assert "the checkpoint of iteration 4 cannot be written" in said and str(checkpoints) in said
-        assert "Read-only file system" in said
-        assert rows(root / "readonly") == rows(root / "undisturbed")[:4]
+# ---------------------------------------------------------------------------------------------- what cannot be written
 
 
 def test_a_row_that_cannot_be_written_costs_no_iteration(root: Path) -> None:
@@ -278,7 +199,10 @@ def test_a_model_that_cannot_be_written_costs_no_iteration(root: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("stdout", ["a pipe that nobody reads", "a full disk", "closed"])
+@pytest.mark.parametrize(
+    "stdout",
+    ["a full disk", *(pytest.param(x, marks=pytest.mark.weekly) for x in ("a pipe that nobody reads", "closed"))],
+)
 def test_a_run_that_nobody_can_watch_goes_on(stdout: str, root: Path) -> None:
     """Two ranks that the command starts: of neither it nor of them."""
     name = stdout.replace(" ", "_")

@@ -131,6 +131,7 @@ def test_evaluations_between_leave_the_rows_under_way_alone(root: Path) -> None:
     assert all(float(row["rollout/tokens_under_way"]) > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_begins_open_rows_again(root: Path, tmp_path: Path) -> None:
     overrides = [*COMMON, *RUNS["partial"], "name=killed", "checkpoint.load=auto"]
     command = (1, "tests.checkpoint.killed_worker", "0", "hybridflow.rollout.partial:UnderWay.add", "3", "0")
@@ -142,13 +143,3 @@ def test_a_run_that_is_killed_begins_open_rows_again(root: Path, tmp_path: Path)
     assert int(number) == int(running.sum()) > 0 and not state["rows"][running][:, 0].any()
     assert checked_ages(root / "runs" / "killed", NUM_ITERATIONS, tmp_path) >= {0, 1}
     assert [float(row["rollout/groups_under_way"]) for row in metrics(root, "killed")] == [2.0] * NUM_ITERATIONS
-
-
-def test_a_run_that_is_told_to_end_goes_on(root: Path, tmp_path: Path) -> None:
-    overrides = [*COMMON, *ON_TWO["dp-2"], "name=told", "checkpoint.load=auto"]
-    done = run_ranks(2, "tests.flows.told_worker", "3", root / "config.yaml", *overrides, check=False)
-    assert "stopped in iteration 3, before its first step" in done.stdout + done.stderr
-    done = run_ranks(2, "hybridflow.train", root / "config.yaml", *overrides)
-    assert re.search(r"rollout.partial: \d+ rows had not ended when the run was interrupted", done.stdout)
-    assert checked_ages(root / "runs" / "told", NUM_ITERATIONS, tmp_path) >= {0, 1}
-    assert [float(row["rollout/groups_under_way"]) for row in metrics(root, "told")] == [2.0] * NUM_ITERATIONS

@@ -1,4 +1,6 @@
-"""One-step-off rollouts in whole runs: against the synchronous run, a HuggingFace model, and themselves."""
+"""One-step-off rollouts in whole runs: against the synchronous run, a HuggingFace model, and themselves. Runs that end
+early: tests/checkpoint/kills.py.
+"""
 
 import csv
 import json
@@ -9,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridflow.checkpoint.state import load_state
-from hybridflow.checkpoint.store import read_manifest, step_name
+from hybridflow.checkpoint.store import step_name
 from hybridflow.cli.convert import main as convert
-from tests.checkpoint.test_kills import COSTS
+from tests.checkpoint.kills import rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
@@ -68,17 +69,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def rows(run: Path, *left_out: str) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    return [
-        {name: x for name, x in row.items() if not any(part in name for part in (*COSTS, *left_out))} for row in found
-    ]
-
-
 @pytest.mark.parametrize("kind", ["", "-ppo"])
 def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(kind: str, root: Path) -> None:
-    stale, synchronous = rows(root / f"stale{kind}", *OTHER), rows(root / f"sync{kind}", *OTHER)
+    stale, synchronous = rows(root / f"stale{kind}", OTHER), rows(root / f"sync{kind}", OTHER)
     assert len(stale) == NUM_ITERATIONS
     assert stale == synchronous
     ages = [float(row["rollout/staleness_mean"]) for row in rows(root / f"stale{kind}")]
@@ -107,7 +100,7 @@ def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> N
 
 
 def test_an_evaluation_changes_nothing_and_is_of_the_newest_weights(root: Path) -> None:
-    expected, found = rows(root / "learns", "reshard/"), rows(root / "evaluates", "reshard/")
+    expected, found = rows(root / "learns", ("reshard/",)), rows(root / "evaluates", ("reshard/",))
     assert [bool(row["eval/accuracy"]) for row in found] == [True, False, True, False, True, True]  # of 0 to 5
     assert [{name: row[name] for name in expected[0]} for row in found[1:]] == expected
 
@@ -165,61 +158,6 @@ def log_probs_of(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> torc
 
 def test_a_run_that_is_prolonged_says_that_it_is_not_the_longer_run(root: Path) -> None:
     """The last iteration of the shorter run made no next rollout: the fourth has one of the present weights."""
-    short, long = rows(root / "short", "reshard/"), rows(root / "learns", "reshard/")
+    short, long = rows(root / "short", ("reshard/",)), rows(root / "learns", ("reshard/",))
     assert [row["rollout/staleness_mean"] for row in short] == ["0.0", "1.0", "1.0", "0.0", "1.0"]
     assert short[:3] == long[:3]
-
-
-# ------------------------------------------------------------------------------------------------ ends in between
-
-# where: (module:function, rank, number of the call)
-PLACES = {
-    "generation": ("hybridflow.trainers.engine_ranks:EngineRanks._respond", "3", "4"),
-    "weights": ("hybridflow.roles.generator:Generator.sync_weights", "2", "3"),
-    "hand-over": ("hybridflow.roles.generator:Generator.gathered", "1", "3"),
-    "update": ("hybridflow.models.optimizer:TrainedModel.step", "0", "3"),
-    "state": ("hybridflow.checkpoint.writer:write_state", "0", "3"),
-    "manifest": ("hybridflow.checkpoint.store:_write_manifest", "0", "3"),
-}
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=() if place == "generation" else pytest.mark.thorough) for place in PLACES]
-)
-def test_a_run_whose_rank_is_killed_ends_as_any_other(place: str, root: Path) -> None:
-    name = f"killed-{place.replace(' ', '-')}"
-    function, rank, number = PLACES[place]
-    overrides = [*COMMON, *RUNS["learns"], f"name={name}"]
-    command = (4, "tests.checkpoint.killed_worker", rank, function, number, "0", root / "config.yaml", *overrides)
-    assert run_ranks(*command, check=False).returncode != 0
-    done = run_ranks(4, "hybridflow.train", root / "config.yaml", *overrides)
-    assert "resumes from" in done.stdout
-    assert rows(root / name, "reshard/") == rows(root / "learns", "reshard/")
-    for iteration in (NUM_ITERATIONS - 1, NUM_ITERATIONS):
-        found, expected = (saved(root / run, iteration) for run in (name, "learns"))
-        assert found == expected
-
-
-def saved(run: Path, iteration: int) -> dict[str, object]:
-    """Checksums of weights, of the optimizer's state, and of the next rollout, which an unfinished run has."""
-    directory = run / "checkpoints" / step_name(iteration)
-    files = {name: its for name, its in read_manifest(directory).files.items() if name.endswith(".distcp")}
-    assert files
-    file = directory / "next_rollout.safetensors"
-    assert file.exists() == (iteration < NUM_ITERATIONS)
-    following = {name: x for name, x in load_file(file).items() if name != "report"} if file.exists() else {}
-    return files | {name: x.tolist() for name, x in following.items()}
-
-
-def test_a_run_that_is_told_to_end_keeps_the_rollout_that_it_was_to_train_on(root: Path) -> None:
-    """Told within the third iteration, before its first step: the fourth's rollout, under way, is dropped."""
-    name, overrides = "told", [*COMMON, *RUNS["learns"], "name=told"]
-    command = (4, "tests.flows.told_worker", "3", root / "config.yaml", *overrides)
-    done = run_ranks(*command, check=False)
-    assert done.returncode != 0
-    assert "stopped in iteration 3, before its first step" in done.stdout + done.stderr
-    kept = load_state(root / name / "checkpoints" / step_name(2)).state.next_rollout
-    assert kept is not None and (kept.iteration, kept.version) == (3, 1)
-    run_ranks(4, "hybridflow.train", root / "config.yaml", *overrides)
-    assert rows(root / name, "reshard/") == rows(root / "learns", "reshard/")
-    assert saved(root / name, NUM_ITERATIONS) == saved(root / "learns", NUM_ITERATIONS)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.kills import rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.flows.test_one_step_off import GRPO, NUM_ITERATIONS, OTHER, batch, rows
+from tests.flows.test_one_step_off import GRPO, NUM_ITERATIONS, OTHER, batch
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -35,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(root: Path) -> None:
-    stale, synchronous = rows(root / "stale", *OTHER), rows(root / "synchronous", *OTHER)
+    stale, synchronous = rows(root / "stale", OTHER), rows(root / "synchronous", OTHER)
     assert len(stale) == NUM_ITERATIONS and stale == synchronous
     ages = [float(row["rollout/staleness_mean"]) for row in rows(root / "stale")]
     assert ages == [0.0, 1.0, 1.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Partial rollouts in whole runs: against HuggingFace models of each version, themselves, and ends in between."""
+"""Partial rollouts in whole runs: against HuggingFace models of each version, and themselves."""
 
 import csv
 import json
@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.state import load_state
-from hybridflow.checkpoint.store import read_manifest, step_name
+from hybridflow.checkpoint.store import step_name
 from hybridflow.cli.convert import main as convert
+from tests.checkpoint.kills import rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.flows.test_one_step_off import GRPO, batch, log_probs_of, rows
+from tests.flows.test_one_step_off import GRPO, batch, log_probs_of
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -116,37 +117,3 @@ def test_speed_counts_what_was_generated(root: Path) -> None:
 def prompts(found: dict[str, torch.Tensor]) -> list[list[int]]:
     parts = found["input_ids"].split(found["lengths"].tolist())
     return [ids[:count].tolist() for ids, count in zip(parts, found["prompt_lengths"].tolist(), strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("function", "number"),
-    [
-        ("hybridflow.rollout.partial:UnderWay.add", "3"),
-        pytest.param("hybridflow.models.optimizer:TrainedModel.step", "3", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_run_whose_rank_is_killed_ends_as_any_other(function: str, number: str, root: Path) -> None:
-    name = "killed-" + function.rpartition(".")[2]
-    overrides = [*COMMON, *RUNS["partial"], f"name={name}"]
-    command = (2, "tests.checkpoint.killed_worker", "1", function, number, "0", root / "config.yaml", *overrides)
-    assert run_ranks(*command, check=False).returncode != 0
-    run_ranks(2, "hybridflow.train", root / "config.yaml", *overrides)
-    assert rows(root / name) == rows(root / "partial")
-    assert saved(root / name) == saved(root / "partial")
-
-
-def test_a_run_that_is_told_to_end_generates_the_same_again(root: Path) -> None:
-    name, overrides = "told", [*COMMON, *RUNS["partial"], "name=told"]
-    done = run_ranks(2, "tests.flows.told_worker", "3", root / "config.yaml", *overrides, check=False)
-    assert "stopped in iteration 3, before its first step" in done.stdout + done.stderr
-    run_ranks(2, "hybridflow.train", root / "config.yaml", *overrides)
-    assert rows(root / name) == rows(root / "partial")
-    assert saved(root / name) == saved(root / "partial")
-
-
-def saved(run: Path) -> dict[str, object]:
-    """Checksums of weights and of the optimizer's state, and what is under way."""
-    directory = run / "checkpoints" / step_name(NUM_ITERATIONS)
-    files = {name: its for name, its in read_manifest(directory).files.items() if name.endswith(".distcp")}
-    assert files
-    return files | {name: x.tolist() for name, x in load_file(directory / "under_way.safetensors").items()}

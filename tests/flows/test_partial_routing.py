@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.store import step_name
 from hybridflow.cli.convert import main as convert
+from tests.checkpoint.kills import rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.flows.test_one_step_off import batch, rows
-from tests.flows.test_partial import COMMON, TP1, saved
+from tests.flows.test_one_step_off import batch
+from tests.flows.test_partial import COMMON, TP1
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -100,13 +101,3 @@ def test_it_repeats_and_differs_from_a_run_without_replay_in_last_digits_alone(r
     ours, theirs = batch(root / "own", 1), batch(root / "two-replicas", 1)
     assert torch.equal(ours["input_ids"], theirs["input_ids"]) and "routed_experts" not in ours
     assert all(float(row["rollout/experts_differ"]) >= 0 for row in rows(root / "two-replicas"))
-
-
-def test_a_run_that_is_killed_goes_on_with_the_experts_of_open_rows(root: Path) -> None:
-    overrides = [*COMMON, *MORE, *RUNS["two-replicas"], "name=killed"]
-    place = ("1", "hybridflow.rollout.partial:UnderWay.add", "3", "0")
-    done = run_ranks(2, "tests.checkpoint.killed_worker", *place, root / "config.yaml", *overrides, check=False)
-    assert done.returncode != 0
-    run_ranks(2, "hybridflow.train", root / "config.yaml", *overrides)
-    assert rows(root / "killed") == rows(root / "two-replicas")
-    assert saved(root / "killed") == saved(root / "two-replicas")
