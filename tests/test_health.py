@@ -240,6 +240,7 @@ def test_every_link_is_measured(four_hosts: Path) -> None:
     assert [f.host for f in report.findings if f.area == "clocks"] == list(NAMES)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_rank_that_answers_late_is_named_and_learns_the_result(four_hosts: Path) -> None:
     first, *others = reports(four_hosts, "late")
@@ -249,6 +250,7 @@ def test_a_rank_that_answers_late_is_named_and_learns_the_result(four_hosts: Pat
     assert failing(first) == [("hosts", "answer", "node-b")]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_rank_that_never_comes_is_named_by_its_host(four_hosts: Path) -> None:
     first, *others = reports(four_hosts, "absent")

@@ -12,7 +12,7 @@ from tests.environments.tiny_chat import make_chat_inputs, run_config
 from tests.environments.versions import checked_ages, rollout_of
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 NUM_ITERATIONS = 3
 COMMON = [f"num_iterations={NUM_ITERATIONS}", "checkpoint.save_interval=1", "checkpoint.keep_last=9", ONE]

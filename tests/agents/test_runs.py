@@ -255,6 +255,7 @@ def test_what_an_agent_does_wrong_is_told(told: dict[str, str], number: int, pro
     assert problem in told[f"wrong {number}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.cases("leaves", "leaves at tp 2")
 def test_a_client_that_goes_away_leaves_nothing(root: Path, told: dict[str, str], on_two: None) -> None:
     """Two turns are there of each row, whatever was under way when its client left."""

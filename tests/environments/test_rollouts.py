@@ -199,6 +199,7 @@ def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
     assert "on_error: fail_row" in found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LATER)
 def test_a_failure_of_one_replica_saves_the_iteration_before(name: str, root: Path, on_two: object) -> None:
     found, steps = json.loads((root / "two.json").read_text())[name], root / "runs" / name.replace(" ", "_")

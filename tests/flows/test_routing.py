@@ -16,7 +16,7 @@ from tests.tiny_models import make_checkpoints
 
 NUM_LAYERS, CHOSEN, NUM_EXPERTS = 4, 2, 16
 DIFFERENCE = "rollout/log_prob_diff_mean"
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_the_fused_kernel_takes_the_same_steps(measured: dict, case: str) -> None:
     """Four of them, after the second of which the state went to the host and back, and then the count was set anew."""

@@ -48,7 +48,7 @@ def rewrite_config(source: Path, target: Path, said: dict[str, Any]) -> None:
     (target / "config.json").write_text(json.dumps(config | said))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_logits_equal_those_of_transformers(differences: dict[str, float]) -> None:
     assert len(differences) == len(FAMILIES) * len(WAYS)
     assert max(differences.values()) <= 1e-5, differences

@@ -59,6 +59,7 @@ def holder_of(lock: RunLock) -> Holder:
     return Holder(**json.loads(lock.file.read_text()))
 
 
+@pytest.mark.thorough
 def test_the_second_process_is_refused_by_name_until_the_first_has_ended(
     run_dir: Path, other: subprocess.Popen
 ) -> None:

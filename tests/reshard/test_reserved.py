@@ -171,7 +171,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[dict[st
 EACH_CASE = pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @EACH_CASE
 def test_the_engine_finds_its_weights_where_they_were(measured: list, number: int) -> None:
     for rank in measured:
