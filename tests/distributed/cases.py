@@ -226,9 +226,8 @@ def elsewhere(family: str, known: list[tuple[Case, str]], *, shares_experts: boo
     return [(case, family) for case in found if case.shares_experts_anew == shares_experts]
 
 
-SIXTEEN_RANKS = [(Case(tp=4, pp=4, ep=4), "glm4_moe"), (Case(tp=4, pp=4, ep=2, etp=2), "deepseek_v3")]
 SHOWN = [*listed(DEFAULT), *listed(REST)]
-WEEKLY = [*elsewhere("llama", SHOWN), *elsewhere("mixtral", SHOWN, shares_experts=True), *SIXTEEN_RANKS]
+WEEKLY = [*elsewhere("llama", SHOWN), *elsewhere("mixtral", SHOWN, shares_experts=True)]
 CASES = [*SHOWN, *WEEKLY]
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)

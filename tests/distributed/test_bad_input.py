@@ -222,8 +222,8 @@ def test_reward_function_that_raises(config, tmp_path):
     """On both ranks, whose rows are scored beside each other: whichever is first is named."""
     message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=range(PROMPTS_PER_ITERATION))
     assert re.match(
-        r"reward function tests.distributed.reward_functions:raises: row ([0-3]): raised ValueError: this answer has no "
-        r"score; its prompt is '1\1\+7='",
+        r"reward function tests.distributed.reward_functions:raises: row ([0-3]): raised ValueError: this answer has "
+        r"no score; its prompt is '1\1\+7='",
         message,
     )
 

@@ -1,4 +1,5 @@
-"""The lists of layouts are covering arrays: two values that no case has together are refused, as is shown here."""
+"""The lists of layouts are covering arrays: two values that no case has together are refused, as is shown here, or need
+more ranks than a test starts."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.placement.placed import place
 from tests.covering import pair, uncovered
 from tests.distributed import algorithm_cases, fixed_cases, lora_cases, pairs
-from tests.distributed.cases import ALGORITHM, AXES, NUM_LAYERS, SGD, SHOWN, SIXTEEN_RANKS, Case
+from tests.distributed.cases import ALGORITHM, AXES, NUM_LAYERS, SGD, SHOWN, Case
 from tests.distributed.parity_worker import experiment
 from tests.tiny_models import make_checkpoints
 
@@ -25,6 +26,11 @@ REFUSED: list[tuple[tuple[str, str], Case, dict[str, Any], str]] = [
     *((("kind", "experts"), Case(dp=4, ep=ep, etp=etp), {}, "has no experts") for ep, etp in AXES["experts"][1:]),
     (("kind", "whole"), Case(tp=2), {"enable_expert_parallel": True}, "rollout.enable_expert_parallel = 2: .* has no"),
 ]
+MOST_RANKS = 8  # that a test starts
+TOO_MANY_RANKS = [
+    (("tp", "pp"), Case(tp=4, pp=4)),
+    *((("pp", "experts"), Case(pp=4, dp=4, ep=ep, etp=etp)) for ep, etp in AXES["experts"][2:]),
+]
 
 
 def values(cases: list[tuple[Case, str]]) -> list[dict[str, Any]]:
@@ -34,7 +40,7 @@ def values(cases: list[tuple[Case, str]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("axes", "cases"),
     [
-        (AXES, values([*SHOWN, *SIXTEEN_RANKS])),  # which are of the weekly set
+        (AXES, values(SHOWN)),
         (lora_cases.LORA_AXES, values(lora_cases.SHOWN)),
         (pairs.PAIR_AXES, [each.values for each in (*pairs.DEFAULT, *pairs.REST)]),
         (
@@ -48,7 +54,8 @@ def values(cases: list[tuple[Case, str]]) -> list[dict[str, Any]]:
 def test_any_two_values_stand_together_but_for_those_that_are_refused(axes: dict, cases: list) -> None:
     plain = [kind for kind in axes.get("kind", ()) if kind not in MIXTURES]
     least = [(both, {"kind": kind, "whole": True, **case.values}) for both, case, *_ in REFUSED for kind in plain]
-    refused = {pair(case, *both) for both, case in least}
+    assert all(case.num_ranks > MOST_RANKS for _, case in TOO_MANY_RANKS)
+    refused = {pair(case, *both) for both, case in least} | {pair(case.values, *both) for both, case in TOO_MANY_RANKS}
     assert uncovered(axes, cases) == {both for both in refused if all(x in axes.get(axis, ()) for axis, x in both)}
 
 
