@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from hybridflow.checkpoint.state import load_state
@@ -30,7 +31,8 @@ RUNS = {
     "partial": [named("Talk", **TALK), *STALE],
     "synchronous": [named("Talk", **TALK), "algorithm.policy.importance={kind: token, cap: 2.0}"],
     "all-whole": [named("Talk", **TALK), STALE[0], "rollout.partial={oversample: 1.0}"],
-    "long": [named("Talk", **TALK), *STALE, "sampling.stop_token_ids=[]"],
+    # eight rows at each stop, so that turns of some are cut however late environments answer
+    "long": [named("Talk", **TALK), STALE[0], "rollout.partial={oversample: 2.0}", "sampling.stop_token_ids=[]"],
     "fragile": [named("Fragile", max_turn_tokens=40, call_seconds=3, num_workers=8), *STALE],
     "evaluated": [named("Talk", **LATE), *STALE, "metrics.eval_interval=1"],
     "dynamic": [named("Talk", **LATE), *STALE, DYNAMIC],
@@ -43,20 +45,28 @@ ON_TWO = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = make_chat_inputs(tmp_path_factory.mktemp("partial"))
     (root / "config.yaml").write_text(json.dumps(run_config(root, max_response_length=MOST_RESPONSE)))
     for num_ranks, runs in ((1, RUNS), (2, ON_TWO)):
-        given = json.dumps({name: [*COMMON, *overrides] for name, overrides in runs.items()})
-        run_ranks(num_ranks, "tests.flows.one_step_off_worker", root / "config.yaml", given)
+        given = {name: [*COMMON, *overrides] for name, overrides in runs.items() if name in cases}
+        if given:
+            run_ranks(num_ranks, "tests.flows.one_step_off_worker", root / "config.yaml", json.dumps(given))
     return root
 
 
-@pytest.mark.parametrize("name", ["partial", "long", "evaluated", "dynamic", *ON_TWO])
+def each_run(*thorough: str) -> list[ParameterSet]:
+    """That of the default set, and others."""
+    both = [pytest.param("partial", marks=pytest.mark.cases("partial"))]
+    return both + [pytest.param(name, marks=[pytest.mark.cases(name), pytest.mark.thorough]) for name in thorough]
+
+
+@pytest.mark.parametrize("name", each_run("long", "evaluated", "dynamic", *ON_TWO))
 def test_every_token_has_the_log_prob_of_the_version_that_chose_it(name: str, root: Path, tmp_path: Path) -> None:
     assert checked_ages(root / "runs" / name, NUM_ITERATIONS, tmp_path) >= {0, 1}
 
 
+@pytest.mark.cases("partial")
 def test_another_version_has_other_log_probs(root: Path, tmp_path: Path) -> None:
     batch, versions = rollout(root, "partial", 2), tensors(root, "partial", 2)["versions"][:, 0]
     old = batch.response_mask & (versions == 0)
@@ -77,6 +87,7 @@ def parts_of_turns(root: Path, name: str) -> list[list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.cases("long")
 def test_a_turn_that_a_stop_cuts_has_the_tokens_of_one_turn(root: Path) -> None:
     turns = parts_of_turns(root, "long")
     cut = [turn for turn in turns if len(turn) > 1]
@@ -90,6 +101,7 @@ def test_a_turn_that_a_stop_cuts_has_the_tokens_of_one_turn(root: Path) -> None:
         assert counts.max() <= MOST_RESPONSE
 
 
+@pytest.mark.cases("all-whole", "synchronous")
 def test_where_every_group_must_be_whole_it_is_the_synchronous_run(root: Path) -> None:
     for iteration in range(1, NUM_ITERATIONS + 1):
         found, expected = (tensors(root, name, iteration) for name in ("all-whole", "synchronous"))
@@ -97,19 +109,21 @@ def test_where_every_group_must_be_whole_it_is_the_synchronous_run(root: Path) -
             assert torch.equal(found[name], expected[name]), name
 
 
-def test_no_prompt_is_lost_and_none_is_trained_on_twice(root: Path) -> None:
-    for name in ("partial", "dp-2", "tp-2", "apart"):
-        last = root / "runs" / name / "checkpoints" / step_name(NUM_ITERATIONS)
-        left, questions = load_file(last / "under_way.safetensors")["groups"], list[str]()
-        for iteration in range(1, NUM_ITERATIONS + 1):
-            batch = rollout(root, name, iteration)
-            prompts = zip(batch.input_ids.split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
-            questions += [str(ids[:count].tolist()) for ids, count in prompts][::2]
-        drawn = load_state(last).state.num_prompts_drawn
-        assert len(questions) == 4 * NUM_ITERATIONS and drawn == len(questions) + len(left)
-        assert len(set(questions)) >= 16 - len(left), "the file has 16 prompts, in their order"
+@pytest.mark.parametrize("name", each_run(*ON_TWO))
+def test_no_prompt_is_lost_and_none_is_trained_on_twice(name: str, root: Path) -> None:
+    last = root / "runs" / name / "checkpoints" / step_name(NUM_ITERATIONS)
+    left, questions = load_file(last / "under_way.safetensors")["groups"], list[str]()
+    for iteration in range(1, NUM_ITERATIONS + 1):
+        batch = rollout(root, name, iteration)
+        prompts = zip(batch.input_ids.split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
+        questions += [str(ids[:count].tolist()) for ids, count in prompts][::2]
+    drawn = load_state(last).state.num_prompts_drawn
+    assert len(questions) == 4 * NUM_ITERATIONS and drawn == len(questions) + len(left)
+    assert len(set(questions)) >= 16 - len(left), "the file has 16 prompts, in their order"
 
 
+@pytest.mark.thorough
+@pytest.mark.cases("fragile")
 def test_a_row_whose_environment_fails_stays_in_its_group(root: Path) -> None:
     """Of the questions 1 to 5 each fails in another way; others give 1."""
     seen = set[int]()
@@ -123,6 +137,8 @@ def test_a_row_whose_environment_fails_stays_in_its_group(root: Path) -> None:
     assert seen
 
 
+@pytest.mark.thorough
+@pytest.mark.cases("evaluated")
 def test_evaluations_between_leave_the_rows_under_way_alone(root: Path) -> None:
     rows = metrics(root, "evaluated")[1:]  # behind the evaluation before training
     assert [float(row["rollout/groups_under_way"]) for row in rows] == [2.0] * NUM_ITERATIONS

@@ -57,19 +57,26 @@ OTHER = ("reshard/", "staleness")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("one_step_off")
     config = write_config(root / "config.yaml", make_inputs(root / "inputs"))
     tree = json.loads(config.read_text())
     tree["reward"]["models"][0]["ranks"] = "0-1"
     config.write_text(json.dumps(tree))
-    runs = {name: [*COMMON, *overrides] for name, overrides in RUNS.items()}
-    runs["evaluates"].append(f"data.heldout={root / 'inputs' / 'heldout.jsonl'}")
+    runs = {name: [*COMMON, *overrides] for name, overrides in RUNS.items() if name in cases}
+    if "evaluates" in runs:
+        runs["evaluates"].append(f"data.heldout={root / 'inputs' / 'heldout.jsonl'}")
     run_ranks(4, "tests.flows.one_step_off_worker", config, json.dumps(runs))
     return root
 
 
-@pytest.mark.parametrize("kind", ["", "-ppo"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("", marks=pytest.mark.cases("sync", "stale")),
+        pytest.param("-ppo", marks=[pytest.mark.cases("sync-ppo", "stale-ppo"), pytest.mark.thorough]),
+    ],
+)
 def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(kind: str, root: Path) -> None:
     stale, synchronous = rows(root / f"stale{kind}", OTHER), rows(root / f"sync{kind}", OTHER)
     assert len(stale) == NUM_ITERATIONS
@@ -78,6 +85,7 @@ def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(kind: str, root:
     assert ages == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.cases("learns")
 def test_a_wait_at_a_save_is_counted(root: Path) -> None:
     """All rollouts but the first are handed over when the iteration before is saved, outside the iteration's times."""
     with (root / "learns" / "metrics.csv").open(newline="") as file:
@@ -87,7 +95,13 @@ def test_a_wait_at_a_save_is_counted(root: Path) -> None:
     assert waits[0] <= float(found[0]["time/rollout_seconds"])
 
 
-@pytest.mark.parametrize("other", ["again", "learns-tp2"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param("again", marks=pytest.mark.cases("learns", "again")),
+        pytest.param("learns-tp2", marks=[pytest.mark.cases("learns", "learns-tp2"), pytest.mark.thorough]),
+    ],
+)
 def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> None:
     """Neither on the clock nor, up to rounding, on how the engine is laid out."""
     expected, found = rows(root / "learns"), rows(root / other)
@@ -99,12 +113,15 @@ def test_what_it_computes_depends_on_the_seed_alone(other: str, root: Path) -> N
     assert len({row["actor/grad_norm"] for row in expected}) == NUM_ITERATIONS, "it learns"
 
 
+@pytest.mark.thorough
+@pytest.mark.cases("learns", "evaluates")
 def test_an_evaluation_changes_nothing_and_is_of_the_newest_weights(root: Path) -> None:
     expected, found = rows(root / "learns", ("reshard/",)), rows(root / "evaluates", ("reshard/",))
     assert [bool(row["eval/accuracy"]) for row in found] == [True, False, True, False, True, True]  # of 0 to 5
     assert [{name: row[name] for name in expected[0]} for row in found[1:]] == expected
 
 
+@pytest.mark.cases("poisoned")
 def test_an_iteration_that_loses_a_step_costs_no_rollout(root: Path) -> None:
     """The rollout that was under way beside it is trained on next."""
     lengths = [row["rollout/response_length_mean"] for row in rows(root / "poisoned")]
@@ -113,6 +130,8 @@ def test_an_iteration_that_loses_a_step_costs_no_rollout(root: Path) -> None:
     assert ages == [[0], [0], [2], [3]]
 
 
+@pytest.mark.thorough
+@pytest.mark.cases("dynamic", "dynamic-tp2")
 def test_further_rounds_of_dynamic_sampling_take_the_rollout_that_is_under_way(root: Path) -> None:
     """A group is one update old, or two where it was left over from the iteration before."""
     found = rows(root / "dynamic")
@@ -126,6 +145,7 @@ def batch(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     return load_file(run / "batches" / f"iteration_{iteration:06d}.safetensors")
 
 
+@pytest.mark.cases("learns")
 def test_the_engines_log_probs_are_of_the_version_that_a_batch_names(root: Path, tmp_path: Path) -> None:
     """Version 0 is the given model; version k is the checkpoint after iteration k, as transformers reads it."""
     run = root / "learns"
@@ -156,6 +176,8 @@ def log_probs_of(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> torc
     return torch.cat(parts)
 
 
+@pytest.mark.thorough
+@pytest.mark.cases("short", "short longer", "learns")
 def test_a_run_that_is_prolonged_says_that_it_is_not_the_longer_run(root: Path) -> None:
     """The last iteration of the shorter run made no next rollout: the fourth has one of the present weights."""
     short, long = rows(root / "short", ("reshard/",)), rows(root / "learns", ("reshard/",))
