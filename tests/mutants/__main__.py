@@ -28,7 +28,8 @@ from tests.mutants.patch import ROOT, Mutant, Runs, mutants
 from tests.mutants.table import TABLE, Killed, read_table, written_table
 
 MAP = ROOT / "test-results" / "functions.json"
-RANKS_SECONDS, HANG = 60, "no end after "  # of tests.launch
+NEAREST = 8  # test files that go first: to collect all that run a function may take longer than to run these
+RANKS_SECONDS, HANG = 180, "no end after "  # of tests.launch
 SETS = ("default", "rest")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s:]+(?:::[^\s\[]+)?)", re.MULTILINE)
 PASSED, SOME_FAILED, NO_TESTS = 0, 1, 5  # statuses of pytest
@@ -103,7 +104,8 @@ def stages(mutant: Mutant, known: Killed | None, runs: Runs, *, only_recorded: b
     reach = Counter(test for tests in runs.values() for test in tests)
     own = {test for name in mutant.functions(ROOT) for test in runs.get(name, []) if (ROOT / test).exists()}
     ordered = sorted(own, key=lambda test: (_starts_ranks(test), reach[test], test))  # what runs least is nearest
-    reached = [Stage(each, tuple(ordered)) for each in SETS if own]
+    parts = [part for part in (tuple(ordered[:NEAREST]), tuple(ordered[NEAREST:])) if part]
+    reached = [Stage(each, part) for each in SETS for part in parts]
     return [*found, *reached, *(Stage(each, ()) for each in SETS)]
 
 
