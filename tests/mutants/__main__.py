@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["map", "run", "check"])
     parser.add_argument("names", nargs="*", help="of mutants; without one, of all")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--recorded", action="store_true", help="run the tests that found a mutant before, no others")
+    parser.add_argument(
+        "--until",
+        choices=["row", "reached", "all"],
+        default="all",
+        help="leave out the tests behind those of the mutant's row, or behind those that run what it changes",
+    )
     given = parser.parse_args(arguments)
     chosen = [mutant for mutant in mutants() if not given.names or mutant.name in given.names]
     if unknown := set(given.names) - {mutant.name for mutant in chosen}:
@@ -51,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case "check":
             return check(chosen)
         case _:
-            return run(chosen, given.jobs, only_recorded=given.recorded)
+            return run(chosen, given.jobs, until=given.until)
 
 
 # ------------------------------------------------------------------------------------------------ the map
@@ -97,33 +102,34 @@ class Stage:
     files: tuple[str, ...]
 
 
-def stages(mutant: Mutant, known: Killed | None, runs: Runs, *, only_recorded: bool) -> list[Stage]:
+def stages(mutant: Mutant, known: Killed | None, runs: Runs, *, until: str) -> list[Stage]:
     found = [] if known is None or not known.test else [Stage(known.set, (known.test,))]
-    if only_recorded:
+    if until == "row":
         return found
     reach = Counter(test for tests in runs.values() for test in tests)
     own = {test for name in mutant.functions(ROOT) for test in runs.get(name, []) if (ROOT / test).exists()}
     ordered = sorted(own, key=lambda test: (_starts_ranks(test), reach[test], test))  # what runs least is nearest
     parts = [part for part in (tuple(ordered[:NEAREST]), tuple(ordered[NEAREST:])) if part]
     reached = [Stage(each, part) for each in SETS for part in parts]
-    return [*found, *reached, *(Stage(each, ()) for each in SETS)]
+    return [*found, *reached, *(Stage(each, ()) for each in SETS if until == "all")]
 
 
 def _starts_ranks(test: str) -> bool:
     return "pytest.mark.distributed" in (ROOT / test).read_text(encoding="utf-8")
 
 
-def run(chosen: Sequence[Mutant], jobs: int, *, only_recorded: bool) -> int:
+def run(chosen: Sequence[Mutant], jobs: int, *, until: str) -> int:
     table, runs, lock = read_table(), json.loads(MAP.read_text()) if MAP.exists() else {}, Lock()
-    if not runs and not only_recorded:
+    if not runs and until != "row":
         print(f"{MAP} is not there: without it a mutant that survives the tests of its row meets all tests")
 
     def one(mutant: Mutant) -> bool:
         began, known = time.monotonic(), table.get(mutant.name)
-        result = killed(mutant, stages(mutant, known, runs, only_recorded=only_recorded))
+        result = killed(mutant, stages(mutant, known, runs, until=until))
         with lock:
-            table[mutant.name] = result
-            TABLE.write_text(written_table(mutants(), table), encoding="utf-8")
+            if result.test or until == "all":
+                table[mutant.name] = result
+                TABLE.write_text(written_table(mutants(), table), encoding="utf-8")
             said = f"{result.set}: {result.test}" if result.test else "SURVIVES"
             print(f"{mutant.name:36} {time.monotonic() - began:6.0f} s  {said}", flush=True)
         return bool(result.test)
