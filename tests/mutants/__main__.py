@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="all",
         help="leave out the tests behind those of the mutant's row, or behind those that run what it changes",
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     chosen = [mutant for mutant in mutants() if not given.names or mutant.name in given.names]
     if unknown := set(given.names) - {mutant.name for mutant in chosen}:
         parser.error(f"no patch of this name: {', '.join(sorted(unknown))}")
