@@ -202,6 +202,7 @@ REST: dict[str, tuple[Case, ...]] = {
         Case(tp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
         Case(pp=2, vpp=2, cp=2, ep=2, recompute="full"),
         Case(tp=4, ep=2, recompute="full"),
+        Case(tp=2, cp=2, sequence_parallel=True, recompute="full"),  # each rank turns its part of the keys
         Case(pp=4),
         Case(pp=2, vpp=2, dp=2, cp=2, ep=2, etp=2, recompute="selective"),
     ),
