@@ -11,23 +11,13 @@ from tests.mutants.table import Killed, read_table, written_table
 MUTANTS = mutants()
 # No run has told yet which test finds these, or whether one does. No more may come.
 NOT_RUN = {
-    "context-rotary-part",
-    "experts-shared-gate",
     "gradients-gathers-not-awaited",
     "gradients-replica-without-rows",
     "partial-kept-too-late",
     "reshard-cache-kept",
     "resume-damage-unseen",
     "resume-half-removed",
-    "resume-metrics-rows",
-    "resume-moments",
-    "resume-newest",
-    "resume-next-rollout",
-    "resume-place-in-shard",
     "resume-reset-reference",
-    "resume-steps",
-    "rows-mask",
-    "rows-shared-prompt",
 }
 ROOMS = ("gradients", "context", "experts", "reshard", "resume", "partial", "plan")
 
