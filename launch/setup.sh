@@ -254,7 +254,7 @@ PYTHON
 
 check_imports() {
     echo "[4/4] importing what a run imports, in one process"
-    PYTHONPATH=${newest:+$ROOT} VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -P "$ROOT/hybridflow/inspection/imports.py" 2>>"$LOG" ||
+    PYTHONPATH=${newest:+$ROOT${PYTHONPATH:+:}}${PYTHONPATH:-} VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -P "$ROOT/hybridflow/inspection/imports.py" 2>>"$LOG" ||
         fail "the install is broken: see above; the whole story: $LOG"
     built=$("$VENV/bin/python" -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')
     [[ -n $newest || $built == "$mode" ]] || fail "this is an install for $mode, but torch is built for $built"

@@ -27,7 +27,6 @@ SETTINGS = [
     *("algorithm.kl.controller=adaptive", "algorithm.kl.reset_reference_interval=2"),
 ]
 DTYPE = torch.float32
-ONE = ("actor.tensor_parallel_size=1",)
 
 
 @pytest.fixture(scope="module")

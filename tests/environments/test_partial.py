@@ -4,10 +4,10 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from hybridflow.checkpoint.state import load_state
@@ -54,7 +54,7 @@ def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def each_run(*thorough: str) -> list[ParameterSet]:
+def each_run(*thorough: str) -> list[Any]:
     """That of the default set, and others."""
     both = [pytest.param("partial", marks=pytest.mark.cases("partial"))]
     return both + [pytest.param(name, marks=[pytest.mark.cases(name), pytest.mark.thorough]) for name in thorough]
@@ -88,7 +88,7 @@ def parts_of_turns(root: Path, name: str) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.cases("long")
 def test_a_turn_that_a_stop_cuts_has_the_tokens_of_one_turn(root: Path) -> None:
-    """Whether one is cut says the clock: tests/rollout/test_turns.py cuts one in any case."""
+    """The clock decides whether a turn is cut; tests/rollout/test_turns.py cuts one in any case."""
     turns = parts_of_turns(root, "long")
     assert all(first[0] < then[0] for turn in turns for first, then in itertools.pairwise(turn))
     assert max(sum(count for _, count in turn) for turn in turns) == MOST_TURN

@@ -71,21 +71,9 @@ def make_map() -> int:
         config = Path(directory, "coveragerc")
         config.write_text(settings(Path(directory)), encoding="utf-8")
         environment = {"COVERAGE_RCFILE": str(config), "COVERAGE_PROCESS_START": str(config), FILE: ""}
+        watched = ["-m", "coverage", "run", "-m", "pytest", "-p", "tests.mutants.contexts", "-n", "3"]
         for each in SETS:
-            command = [
-                "-m",
-                "coverage",
-                "run",
-                "-m",
-                "pytest",
-                "-p",
-                "tests.mutants.contexts",
-                "-n",
-                "3",
-                "--set",
-                each,
-            ]
-            pytest(ROOT, command, environment, quiet=False)
+            pytest(ROOT, [*watched, "--set", each], environment, quiet=False)
         MAP.write_text(json.dumps(read_map(Path(directory).glob("data*")), indent=0), encoding="utf-8")
     print(f"{MAP}: written")
     return 0
@@ -170,7 +158,7 @@ def first_to_fail(root: Path, stage: Stage) -> str | None:
 def check(chosen: Sequence[Mutant]) -> int:
     table = read_table()
     tests = sorted({table[mutant.name].test for mutant in chosen if mutant.name in table} - {""})
-    return pytest(ROOT, ["-m", "pytest", "-q", "-n", "3", *tests], quiet=False)[0]
+    return pytest(ROOT, ["-m", "pytest", "-q", "-n", "3", "--set", "gate", *tests], quiet=False)[0]
 
 
 def copy_tree(target: Path) -> None:

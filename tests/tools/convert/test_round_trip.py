@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridflow.convert.to_huggingface import to_huggingface
@@ -34,7 +34,7 @@ LAYOUTS = {  # dtype, files of the source, bytes of a file of the result
 }
 
 
-def by_turns(cases: Sequence[tuple[bool, str]]) -> list[ParameterSet]:
+def by_turns(cases: Sequence[tuple[bool, str]]) -> list[Any]:
     """Each family with two of the cases, which take turns; the product is weekly."""
     return [
         pytest.param(family, *case, marks=() if (number - turn) % len(cases) in (0, 3) else pytest.mark.weekly)
