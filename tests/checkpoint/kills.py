@@ -148,7 +148,7 @@ PLACES = {
 }
 SAVING = list(PLACES)[list(PLACES).index("state") : -1]
 IN_BACKGROUND = ("checkpoint.async_save=true",)
-TOLD = SCORING.at(1, what="told", said="stopped in iteration 3, before its first step")
+TOLD = SCORING.at(1, what="told", said="before its first step")
 UNDER_WAY = End("hybridflow.rollout.partial:UnderWay.add", 3, rank="1")
 
 
