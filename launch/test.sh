@@ -15,12 +15,14 @@
 # all of them.
 #
 # Three workers: one has tests whose ranks wait, one those whose ranks fill the cores, one the rest (tests/conftest.py).
+# Two are enough for --fast, which starts no ranks.
 set -euo pipefail
 
-arguments=() setup=() newest=
+arguments=() setup=() newest= workers=3
 while (($#)); do
     case $1 in
-        --fast | --all | --rest | --gate | --weekly) arguments+=(--set "${1#--}") ;;
+        --fast) arguments+=(--set fast) workers=2 ;;
+        --all | --rest | --gate | --weekly) arguments+=(--set "${1#--}") ;;
         --newest) newest=1 ;;
         --python) setup+=(--python "${2?--python needs a value}") && shift ;;
         *) arguments+=("$1") ;;
@@ -41,4 +43,4 @@ if [[ -n $newest ]]; then
 fi
 bash launch/setup.sh "${setup[@]}"
 export OMP_NUM_THREADS=1  # tests start several processes: one thread each
-exec "$venv/bin/python" -m pytest -n 3 "${arguments[@]}"
+exec "$venv/bin/python" -m pytest -n "$workers" "${arguments[@]}"

@@ -78,7 +78,7 @@ def test_the_second_environment_has_the_tests_of_what_stands_on_megatron(tmp_pat
 
 
 def test_the_first_environment_is_as_ever(tmp_path: Path) -> None:
-    assert called(tmp_path, "--fast", "-k", "x") == ["|", "|-m pytest -n 3 --set fast -k x"]
+    assert called(tmp_path, "--fast", "-k", "x") == ["|", "|-m pytest -n 2 --set fast -k x"]
 
 
 def test_the_workflow_reads_and_nothing_more() -> None:

@@ -97,6 +97,7 @@ def test_help_names_the_command_as_it_was_started(
         assert capsys.readouterr().out.startswith(f"usage: {shown} [-h]")
 
 
+@pytest.mark.slow
 def test_plan(here: Path) -> None:
     done = run("hybridflow-plan", "experiments/mine.yaml", "--smallest", cwd=here)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

@@ -13,6 +13,8 @@ from tests.launch import ROOT
 from tests.messages import like
 from tests.reporting.run_dirs import HOSTILE, make_run, write_start
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 VIEWS = {"desktop": (1280, 900, False), "phone": (390, 844, False), "phone, dark": (390, 844, True)}
 CHARTS = {  # those whose curves are not flat in both runs
     "eval/accuracy": "Held-out prompts answered right",

@@ -22,6 +22,7 @@ KNOWN = {"", "invalid_request", "no_continuation", "row_ended", "context_length_
         pytest.param("refuse", 2500, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_odd_requests_cost_their_own_rows(earlier_turns: Any, count: int) -> None:
     """Afterwards another row answers as if nothing had been."""
     rows = OddRows(11, earlier_turns)

@@ -261,6 +261,7 @@ def test_a_reference_that_becomes_the_actor_stays_where_that_lies() -> None:
         assert plan.placed.models["reference"].layout == plan.placed.models["actor"].layout
 
 
+@pytest.mark.slow
 def test_what_would_fit_is_told_where_nothing_does() -> None:
     asked = request("config.yaml", 2, *NARROW, memory_bytes=20_000)
     assert search(asked).plans == []
@@ -317,6 +318,7 @@ def test_the_command_writes_what_train_and_plan_take(
     assert (tmp_path / "best.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_a_request_that_nothing_fits_names_what_is_tight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "device.json").write_text(DEVICE.model_dump_json())
     arguments = ["grpo.yaml", "--search", "--gpus", "2", "--profile", "device.json", "--memory-gib", "4.00002"]

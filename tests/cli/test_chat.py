@@ -128,6 +128,7 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith(told) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -40,6 +40,7 @@ def test_an_environment_that_is_right_is_told_so() -> None:
     assert verdict([]) == "\nready: everything imports"
 
 
+@pytest.mark.slow
 def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_path: Path) -> None:
     for name in ("transformers", "megatron"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")

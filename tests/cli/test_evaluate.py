@@ -208,6 +208,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"{told}hybridflow.rewards:numeric_match\n")
 
 
+@pytest.mark.slow
 def test_what_is_refused_leaves_an_earlier_evaluation_alone(tmp_path: Path) -> None:
     """Rows that are not there, and the place of another model's results."""
     model, out = make_inputs(tmp_path / "inputs") / "policy", tmp_path / "out"

@@ -56,6 +56,7 @@ def test_help_loads_no_heavy_package(name: str) -> None:
 
 
 @pytest.mark.parametrize("before", [[], ["train"]], ids=["a config alone", "train"])
+@pytest.mark.slow
 def test_a_config_that_is_not_there_is_told_in_one_line(before: list[str], tmp_path: Path) -> None:
     missing = tmp_path / "mine.yaml"
     command = [sys.executable, "-m", "hybridflow", *before, str(missing)]

@@ -63,6 +63,7 @@ def test_nothing_is_read_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_another_process_is_read_and_when_it_is_gone_the_error_says_so() -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None

@@ -17,6 +17,8 @@ from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.parallel.child_processes import children
 from hybridflow.rewards.pool import Answer, Pool
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 USERS = "tests.environments.classes_of_users"
 ROW = {"question": "1+1=", "answer": "2"}
 Made = dict[str, Any]

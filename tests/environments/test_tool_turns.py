@@ -24,6 +24,8 @@ from hybridflow.trainers.tool_parsers import unread_calls
 from tests.data.kinds_of_templates import KINDS, PLAIN, TOOLS, tokenizer_of
 from tests.rollout.turn_rows import DrivenRows
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 TALK = "tests.environments.classes_of_users:Talk"
 ASK = {"role": "user", "content": "1+1="}
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

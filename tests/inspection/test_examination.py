@@ -93,6 +93,7 @@ def test_what_there_is_no_time_for_warns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert unmeasured[0].value == "not measured: the time for all links is over"
 
 
+@pytest.mark.slow
 def test_more_than_16_hosts_measure_their_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seventeen participants, truly by gloo: threads of this process."""
     count, store = 17, HashStore()

@@ -14,6 +14,8 @@ from hybridflow.inspection import links
 from hybridflow.inspection.links import FIRST_BYTES, follow_link, lead_link, measure_all_reduce
 from hybridflow.parallel.standalone_groups import StandaloneGroup
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 SECONDS = timedelta(seconds=20)
 
 

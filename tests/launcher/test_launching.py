@@ -244,6 +244,7 @@ def test_logs_of_a_start_that_failed_are_kept(tmp_path: Path, capsys: pytest.Cap
 # ------------------------------------------------------------------------------------------------ the whole command
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_commands_and_grids_and_asks_nobody(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("192.0.2.1 slots=8\nroot@192.0.2.2 slots=8 port=2200\n192.0.2.3 slots=8\n")
     config, fits = ROOT / "configs" / "llama3_8b_8gpus.yaml", ["actor.data_parallel_size=4", "environment={HF_X: a b}"]
@@ -258,6 +259,7 @@ def test_a_dry_run_prints_commands_and_grids_and_asks_nobody(tmp_path: Path) -> 
     assert "Where port 29500 of 192.0.2.1 is taken" in done.stdout
 
 
+@pytest.mark.slow
 def test_common_mistakes_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=two\n")
     done = run("--hostfile", "hosts", "x.yaml", cwd=tmp_path)

@@ -19,6 +19,8 @@ from hybridflow.launcher.hostfile import LaunchHost
 from hybridflow.launcher.node import interface_of, listener
 from tests.launcher.jobs import kill
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 NUM_FUZZED = 1500
 SECONDS = 60.0
 # torchrun's place is taken by a program of that name's shape: a parent whose children are the ranks
@@ -134,7 +136,6 @@ def test_signals_go_to_the_ranks_whose_status_is_told(line: Line) -> None:
     assert gone(ranks)
 
 
-@pytest.mark.slow
 def test_a_torchrun_whose_ranks_have_just_ended_is_told_nothing(line: Line) -> None:
     line.start("-c", SLOW_TO_NOTICE)
     assert line.until("out") == "ended"
@@ -142,7 +143,6 @@ def test_a_torchrun_whose_ranks_have_just_ended_is_told_nothing(line: Line) -> N
     assert line.until("ended") == 75
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [WITHOUT_RANKS, STUBBORN])
 def test_a_torchrun_that_has_no_ranks_yet_ends_by_the_signal(program: str, line: Line) -> None:
     """Also where it does not hear it, since it waits in native code for other nodes."""
@@ -181,7 +181,6 @@ def test_without_a_launcher_the_ranks_may_save_and_are_then_killed(line: Line) -
     assert gone(ranks) and time.monotonic() - began > 1.0
 
 
-@pytest.mark.slow
 def test_a_launcher_that_says_nothing_is_gone() -> None:
     line = Line()
     line.connection.send(do="facts", directory="/", code="/", files=[], lost_after=3.0)

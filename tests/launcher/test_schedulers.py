@@ -19,6 +19,8 @@ from hybridflow.errors import ExitStatus
 from hybridflow.launcher.arguments import parse
 from tests.launcher.slurm_job import SBATCH, Job
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = CheckpointConfig().grace_seconds
 

@@ -134,6 +134,7 @@ def test_a_plan_counts_what_is_there_at_once(peaks: list[dict[str, Any]]) -> Non
         assert 0.98 * its["counted"] < its["peak"] < 1.02 * its["counted"], its  # few numbers a row are not counted
 
 
+@pytest.mark.slow
 def test_logits_are_not_all_there(peaks: list[dict[str, Any]]) -> None:
     """4.6 GiB of them; kept of them is 0.5 GiB, beside float32 copies of a chunk's chunks or the weight's gradient."""
     (scoring,) = (its for its in peaks if its["tp"] == 1 and its["pass"] == "scoring")

@@ -259,6 +259,7 @@ def test_each_meeting_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "HYBRIDFLOW_HOST": "node-b"}
     for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():

@@ -14,6 +14,8 @@ from hybridflow.parallel.proxies import is_loopback, keep_loopback_direct
 from hybridflow.rewards.remote import _client, json_score
 from tests.launch import free_port, of_no_rank
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 ASKS = """
 import asyncio, os, sys, urllib.request
 import aiohttp, httpx, requests

@@ -8,6 +8,8 @@ import pytest
 
 from hybridflow.parallel.stop import StopRequest
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 
 def test_a_signal_that_the_rank_was_started_to_ignore_stays_ignored() -> None:
     """As launch/slurm.sbatch starts it: Slurm may send the signal to all processes, and SIGTERM comes for it."""

@@ -299,7 +299,7 @@ def test_the_same_inputs_give_the_same_bits(world: dist.ProcessGroup) -> None:
 @ALONE
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_the_kernels_compile_to_wide_accesses_of_each_logit_once(element: str, tmp_path: Path) -> None:
-    """For an H100, of which there need be none: 16 logits a thread, 16 bytes an access, no second read, a spill of two words at most."""
+    """For an H100, of which there need be none: 16 logits a thread, 16 bytes an access, no second read, no spills."""
     from tests.reshard.test_kernel import compiled, has_tool, resources
 
     of_rows = dict(targets="*i64", divisors="*fp32")

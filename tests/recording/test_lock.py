@@ -19,6 +19,8 @@ from hybridflow.recording.recorder import record_run
 from hybridflow.recording.starts import read_starts
 from tests.recording.test_resume import config
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 HOLDS = "import sys; from pathlib import Path; from hybridflow.recording.lock import RunLock; "
 HOLDS += "lock = RunLock(Path(sys.argv[1])); lock.take(); print('held', flush=True); sys.stdin.read(); lock.release()"
 

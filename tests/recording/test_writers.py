@@ -289,6 +289,7 @@ def test_opening_existing_samples_starts_a_new_file(tmp_path: Path) -> None:
     assert sample["score"] == 2.0
 
 
+@pytest.mark.slow
 def test_peak_memory_is_in_mb_and_keeps_the_peak() -> None:
     """In a process of its own: how large this one has been depends on the tests before."""
     code = (

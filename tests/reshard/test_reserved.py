@@ -59,6 +59,7 @@ def test_nothing_is_mapped_twice_nor_unmapped_twice() -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.slow
 def test_a_range_is_given_up_with_the_last_tensor_over_it(mapped: bool) -> None:
     device = SimulatedDevice()
     reserved = Reserved(64, device)

@@ -24,6 +24,8 @@ from tests.counted import CountedOperations
 from tests.messages import like
 from tests.rewards.pools import pool_of, spec
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 HERE = "tests.rewards.test_calls"
 ROW, GROUP, BATCH, PARTS, FAILS = range(5)
 

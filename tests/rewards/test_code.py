@@ -14,6 +14,8 @@ from hybridflow.rewards.code import RUNNER
 from hybridflow.rewards.code_blocks import program_in
 from hybridflow.rewards.python_tests import deciding
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 GOOD = "def f(x):\n    return x + 1\n"
 TEST = "assert f(1) == 2"
 CASE = "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"

@@ -14,6 +14,8 @@ from hybridflow.rewards import gym_program
 from hybridflow.rewards.gym import answer_in, reasoning_gym
 from tests.gym import needs_package, release
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 
 @pytest.mark.parametrize(
     ("response", "tagged", "answer"),
@@ -113,7 +115,6 @@ def test_the_scorer_of_a_task(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @needs_package
-@pytest.mark.slow
 def test_a_scorer_that_executes_does_so_in_a_confined_process(tmp_path: Path) -> None:
     entries, columns = rows_of("countdown", 5, execute=True)
     expression = entries[0]["metadata"]["expression"]
@@ -127,7 +128,6 @@ def test_a_scorer_that_executes_does_so_in_a_confined_process(tmp_path: Path) ->
 
 
 @needs_package
-@pytest.mark.slow
 def test_which_tasks_execute_the_models_answer(tmp_path: Path) -> None:
     """Each task scores answers that would write a file, in forms that parsers may take: those of EXECUTES do it."""
     from reasoning_gym.factory import DATASETS, create_dataset
@@ -150,7 +150,6 @@ def test_which_tasks_execute_the_models_answer(tmp_path: Path) -> None:
 
 
 @needs_package
-@pytest.mark.slow
 def test_an_entry_is_a_literal_and_scores_the_same_by_another_instance() -> None:
     from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -15,6 +15,8 @@ from tests.launch import ROOT
 from tests.messages import like
 from tests.rewards.pools import MISBEHAVING, asked, pool_of, rows, spec
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 EXACT = spec("hybridflow.rewards:exact_match")
 MISBEHAVES = spec(f"{MISBEHAVING}:misbehaves", timeout_seconds=2.0)  # a busy machine pauses for 0.5
 WHO = spec(f"{MISBEHAVING}:who")
@@ -58,7 +60,6 @@ def test_a_function_sees_the_same_in_any_process() -> None:
     assert found == [found[0]] * 6 and len(set(found[0])) == 3
 
 
-@pytest.mark.slow
 def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
     with pool_of(MISBEHAVES) as pool:
         started = time.monotonic()
@@ -75,7 +76,6 @@ def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
         assert 2.0 <= outcomes[0].seconds < 10.0 and time.monotonic() - started < 30.0
 
 
-@pytest.mark.slow
 def test_a_call_of_several_rows_has_the_time_of_each() -> None:
     """1.5 s are over, 3 x 1.5 s are not."""
     slow = spec(f"{MISBEHAVING}:waits_in_all", timeout_seconds=1.5)

@@ -21,6 +21,8 @@ from hybridflow.rewards.remote import filled
 from hybridflow.rewards.specs import pool_specs
 from tests.rewards.pools import asked, pool_of, rows
 
+pytestmark = pytest.mark.slow  # waits for processes
+
 Answer = Callable[[str, dict, Any], tuple[int, bytes]]
 
 
@@ -185,7 +187,6 @@ def test_a_body_that_comes_drop_by_drop_is_no_answer_in_time(server: Server) -> 
     assert outcome.kind == "error" and "no answer in 1 attempts; the last: none within 0.5 s" in outcome.problem
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [

@@ -17,6 +17,8 @@ from tests.messages import like
 from tests.tiny_models import FAMILIES, SCORES
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
 
+pytestmark = pytest.mark.slow  # many models
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])

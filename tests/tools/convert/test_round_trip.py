@@ -27,6 +27,8 @@ from tests.tools.convert.tiny import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.slow  # many models
+
 LAYOUTS = {  # dtype, files of the source, bytes of a file of the result
     "bfloat16": (torch.bfloat16, 3, 40_000),
     "float16": (torch.float16, 1, 5 * 10**9),
