@@ -61,8 +61,10 @@ def agent(**arguments: Any) -> str:
 
 
 RUNS = {
-    # tp 2, the critic dp 2
-    "ppo": ["algorithm.kl.controller=adaptive", "algorithm.update.epochs=2", "reward.normalization=running"],
+    "ppo": [  # tp 2, the critic dp 2; the reference becomes the actor every second iteration
+        *("algorithm.kl.controller=adaptive", "algorithm.update.epochs=2", "reward.normalization=running"),
+        *("algorithm.kl.reset_reference_interval=2", "reference.tensor_parallel_size=2"),
+    ],
     # two replicas in bfloat16: main weights in float32, all of the optimizer split by ZeRO-1
     "grpo": [*GROUPS, grpo(), TP1, "actor.dtype=bfloat16"],
     "lora": [  # of adapters alone; the reference is the actor with the adapters of some iterations ago
@@ -154,12 +156,16 @@ UNDER_WAY = End("hybridflow.rollout.partial:UnderWay.add", 3, rank="1")
 
 @dataclass(frozen=True)
 class Row:
-    """A run that ends so often, in each start once, and then at its end. left_out: of the metrics."""
+    """A run that ends so often, in each start once, and then at its end.
+
+    left_out: of the metrics. damaged: what was saved last has other weights then, before the last start.
+    """
 
     run: str
     ends: tuple[End, ...]
     num_iterations: int = 5
     left_out: tuple[str, ...] = ()
+    damaged: bool = False
 
     @property
     def undisturbed(self) -> str:
@@ -189,6 +195,7 @@ TABLE = {
             PLACES["row of metrics"].at(2, overrides=IN_BACKGROUND),
             TOLD.at(1, rank="1"),
         ),
+        damaged=True,
     ),
     "save": Row("grpo", SAVES, 7),
     "full disk": Row(
@@ -210,7 +217,8 @@ TABLE = {
         ),
         left_out=("reshard/",),
     ),
-    "partial": Row("partial", (UNDER_WAY, TOLD.at(1, rank="1"))),
+    # of which the second saves what it began with, when it ends
+    "partial": Row("partial", (UNDER_WAY, TOLD.at(2, rank="1", overrides=("checkpoint.save_interval=10",)))),
     "routes": Row("routes", (UNDER_WAY,)),
     "environment": Row(
         "environment", (End("hybridflow.environments.conversations:Conversations._go_on", 40),), 2, ROUNDING
@@ -256,6 +264,14 @@ def tensors(run: Path, iteration: int) -> dict[str, Any]:
     return files | {
         f"{file} {name}": x.tolist() for file, found in held.items() for name, x in found.items() if name != "report"
     }
+
+
+def damage_newest(run: Path) -> None:
+    """Four bytes in the middle of a file of the actor."""
+    file = max((run / "checkpoints").glob("step_*/actor/*.distcp"))
+    with file.open("r+b") as written:
+        written.seek(file.stat().st_size // 2)
+        written.write(b"????")
 
 
 def batches(run: Path) -> list[dict[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from tests.checkpoint.kills import (
     End,
     Row,
     batches,
+    damage_newest,
     every_place,
     make_more_inputs,
     rows,
@@ -73,6 +74,8 @@ def ends_as_any_other(row: Row, run: Path) -> None:
             assert left and left == expected[: len(left)], end
             assert row.run != "leftover" or float(left[-1]["rollout/groups_surplus"]), "there is something left over"
         mount("remount,rw,size=200m")
+        if row.damaged:
+            damage_newest(run)
         run_ranks(2, "hybridflow.train", root / "config.yaml", *given)
         assert rows(run, row.left_out) == expected and len({x["actor/lr"] for x in expected}) == len(expected)
         for iteration in (len(expected) - 1, len(expected)):

@@ -181,6 +181,19 @@ def test_removing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000002"]
 
 
+def test_what_is_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_midway(path: Path) -> None:
+        (path / SHARE).unlink()
+        raise KeyboardInterrupt
+
+    write(tmp_path, 1, "old")
+    write(tmp_path, 2, "new")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", ends_midway)
+        remove(tmp_path, 1)
+    assert steps(tmp_path) == [2]
+
+
 # ------------------------------------------------------------------------------------------------ crashes
 
 

@@ -153,7 +153,7 @@ DEFAULT: dict[str, tuple[Case, ...]] = {
     "qwen3_5": (MIXED,),
     "glm4_moe": (Case(tp=2, ep=2), Case(dp=2, ep=2)),
     "deepseek_v3": (CONTEXT_IN_STAGES,),
-    "mixtral": (SPLIT,),  # the norm of gradients counts a rank's share of experts
+    "qwen3_5_moe": (SPLIT,),  # a shared expert with a gate; the norm of gradients counts a rank's share of experts
 }
 REST: dict[str, tuple[Case, ...]] = {
     "llama": (
@@ -207,11 +207,13 @@ REST: dict[str, tuple[Case, ...]] = {
         Case(pp=2, vpp=2, dp=2, cp=2, ep=2, etp=2, recompute="selective"),
     ),
     # others whose weights ranks cut in a way of their own
-    "mixtral": (Case(dp=2, etp=2),),  # whole replicas share each expert: gradients of experts have a group of their own
+    "mixtral": (
+        SPLIT,
+        Case(dp=2, etp=2),  # whole replicas share each expert: gradients of experts have a group of their own
+    ),
     "opt_350m": (STAGED, Case(tp=2, pp=2, dp=2)),  # whole matrices at both ends, which one stage has
     "phi3": (MIXED,),  # fused projections
     "olmo3": (SPLIT,),  # norms over all heads
-    "qwen3_5_moe": (SPLIT,),  # a shared expert with a gate
 }
 
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 from unittest import mock
 
@@ -160,7 +161,8 @@ def two_adam_steps(
 ) -> tuple[dict[str, Tensor], list[bool]]:
     """ZeRO-1, of a new actor on a batch that one with its weights has estimated.
 
-    The weights; of the time after each step, and after the weights were asked for, whether all gathers are under way.
+    The weights; of the time after each step, and after the weights were asked for, whether all gathers are under way;
+    whether each was waited for.
     """
     config = experiment(ALGORITHM, case, models, ADAM, BUDGETS[0])
     placed = place(config, world.platform.world_size).actor
@@ -168,12 +170,16 @@ def two_adam_steps(
     run, book = given_run(config, batch, world, roles=Roles(actor))
     book.begin(run, 1, 1)
     groups = [group for chunk in actor.chunks for group in chunk.bucket_groups]
-    gathering = []
+    gathering, begun, awaited = [], 0, list[object]()
     for _ in range(2):
         actor.update(batch, run.policy_loss(ALGORITHM.policy))
         gathering.append(all(group.param_gather_handle is not None for group in groups))
+        for group in groups if gathering[-1] else []:
+            handle, begun = group.param_gather_handle, begun + 1
+            group.param_gather_handle = SimpleNamespace(wait=lambda handle=handle: awaited.append(handle.wait()))
     actor.weights()
     gathering.append(any(group.param_gather_handle is not None for group in groups))
+    gathering.append(len(awaited) == begun)
     return {f"actor_adam/{n}": x for n, x in whole(actor, lambda p: p.data).items()}, gathering
 
 

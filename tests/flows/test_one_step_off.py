@@ -19,7 +19,7 @@ from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-NUM_ITERATIONS = 5
+NUM_ITERATIONS, LONGER = 5, 48
 WEIGHTS = {"policy": {"importance": {"kind": "token", "cap": 2.0}}}
 PPO = {"update": {"mini_batch_size": 2}, **WEIGHTS}
 GRPO = {"name": "grpo", "update": {"mini_batch_size": 4}, **WEIGHTS}
@@ -60,7 +60,9 @@ OTHER = ("reshard/", "staleness")
 def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("one_step_off")
     config = write_config(root / "config.yaml", make_inputs(root / "inputs"))
+    make_longer(root / "inputs" / "train.jsonl")
     tree = json.loads(config.read_text())
+    tree["data"]["max_prompt_length"] = 2 * LONGER
     tree["reward"]["models"][0]["ranks"] = "0-1"
     config.write_text(json.dumps(tree))
     runs = {name: [*COMMON, *overrides] for name, overrides in RUNS.items() if name in cases}
@@ -68,6 +70,12 @@ def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         runs["evaluates"].append(f"data.heldout={root / 'inputs' / 'heldout.jsonl'}")
     run_ranks(4, "tests.flows.one_step_off_worker", config, json.dumps(runs))
     return root
+
+
+def make_longer(prompts: Path) -> None:
+    """By the same tokens, more than a block of the engine's cache: it keeps what it computed of these."""
+    told = [json.loads(line) for line in prompts.read_text().splitlines()]
+    prompts.write_text("".join(json.dumps(row | {"prompt": "1+" * (LONGER // 2) + row["prompt"]}) + "\n" for row in told))
 
 
 @pytest.mark.parametrize(
