@@ -75,7 +75,8 @@ def root(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_longer(prompts: Path) -> None:
     """By the same tokens, more than a block of the engine's cache: it keeps what it computed of these."""
     told = [json.loads(line) for line in prompts.read_text().splitlines()]
-    prompts.write_text("".join(json.dumps(row | {"prompt": "1+" * (LONGER // 2) + row["prompt"]}) + "\n" for row in told))
+    longer = [row | {"prompt": "1+" * (LONGER // 2) + row["prompt"]} for row in told]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in longer))
 
 
 @pytest.mark.parametrize(
