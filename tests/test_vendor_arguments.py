@@ -1,13 +1,16 @@
 """Arguments that a config hands on to vLLM and megatron-core: those of a list, by the vendors' own names."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments
+from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments, PassName
 from hybridflow.errors import ConfigError
+from hybridflow.rollout.device import CudaEngine
+from hybridflow.rollout.engine import with_given
 from tests.launch import ROOT
 
 CONFIG = ROOT / "configs" / "quickstart_grpo.yaml"
@@ -18,10 +21,28 @@ def read(*overrides: str) -> ExperimentConfig:
 
 
 def test_the_names_are_the_vendors_own() -> None:
+    from vllm.config.compilation import PassConfig
     from vllm.engine.arg_utils import EngineArgs
 
     for ours, theirs in ((EngineArguments, EngineArgs), (MegatronArguments, TransformerConfig)):
         assert ours.model_fields.keys() <= {field.name for field in dataclasses.fields(theirs)}
+    assert set(get_args(PassName)) == {field.name for field in dataclasses.fields(PassConfig) if field.type is bool}
+
+
+def test_passes_of_the_compiler_are_handed_on_and_one_is_off() -> None:
+    """FlashInfer's sum and norm in one, on GPUs."""
+    settings = CudaEngine().settings(eager=False, sleeps=True, block_tokens=16)
+    assert with_given(settings, read().rollout.engine_arguments.given()) == settings
+    assert settings["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+    asked = read("rollout.engine_arguments={compilation_config: {pass_config: {eliminate_noops: false}}}")
+    given = with_given(settings, asked.rollout.engine_arguments.given())
+    assert given == settings | {
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False, "eliminate_noops": False}}
+    }
+    wanted = read("rollout.engine_arguments={compilation_config: {pass_config: {fuse_allreduce_rms: true}}}")
+    assert with_given(settings, wanted.rollout.engine_arguments.given())["compilation_config"] == {
+        "pass_config": {"fuse_allreduce_rms": True}
+    }
 
 
 def test_what_is_handed_on_is_told() -> None:
@@ -37,6 +58,10 @@ def test_what_is_handed_on_is_told() -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
+        (
+            "rollout.engine_arguments={compilation_config: {pass_config: {fuse: true}}}",
+            "rollout.engine_arguments.compilation_config.pass_config",
+        ),
         (
             "rollout.engine_arguments={quantization: fp8}",
             "engine_arguments.quantization: unknown key; FP8 and other quantised",

@@ -122,7 +122,8 @@ WORDS = """
   results.
 - `time/wait_fraction_*` is the share of an iteration that a rank is in collectives: the wait for others, and the
   transfer. The ranks' host clock measures it on CPUs, and events of the stream on GPUs. The engine's own collectives
-  are not counted.
+  are not counted. On GPUs those that the backward pass starts in layers are not counted either: autograd has a thread
+  of its own there.
 - A late rank is in collectives for less time than the others. `time/slowest_rank` is that rank.
   `time/slowest_rank_seconds` is how much longer the others were there, in the mean over the others.
 - `speed/{}_tflops` counts the operations of a model that runs each row whole: prompts once a row, causal attention, and

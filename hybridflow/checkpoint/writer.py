@@ -48,6 +48,7 @@ from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.formats.weights_digest import base_digest
 from hybridflow.models.layer_specs import DTYPES
+from hybridflow.models.memory import host_tensors
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.platform import Platform
 
@@ -200,8 +201,7 @@ class CheckpointWriter:
         """Have it read from copies in host memory."""
         chunks = [chunk for _, part in save.parts for chunk in part.chunks]
         if not self._copies:
-            pinned = self._platform.has_cuda
-            self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=pinned) for chunk in chunks]
+            self._copies = [*host_tensors((chunk.shape, chunk.dtype) for chunk in chunks)]
         for chunk, copy in zip(chunks, self._copies, strict=True):
             for source, target in _in_runs(chunk.read(), copy):
                 if source.device.type == "cpu":  # torch's own copy runs at 0.6 of memcpy's rate on one thread

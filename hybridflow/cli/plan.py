@@ -36,7 +36,7 @@ from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
-from hybridflow.config.staleness import idle_notes
+from hybridflow.config.staleness import partial_notes
 from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
@@ -284,7 +284,7 @@ def _plan(options: argparse.Namespace) -> int:
     if isinstance(placed, PlacedRun):
         lines = {"line": cache_words(placed, bounded=facts is not None), "long_line": long_words(placed)}
         plan["kv_cache"] = {**cache_report(placed), **lines}
-        plan["rollout_notes"] = idle_notes(placed.config.rollout.partial)
+        plan["rollout_notes"] = partial_notes(placed.config, cuda=placed.cuda)
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)

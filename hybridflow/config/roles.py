@@ -178,8 +178,8 @@ class RoleConfig(LayoutConfig):
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
     token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
-    """How tokens reach experts that several replicas share. auto: deepep where all GPUs can have it, else alltoall.
-    deepep needs the package deep_ep, bfloat16 and whole experts."""
+    """How tokens reach experts that several replicas share. auto: alltoall. deepep needs the package deep_ep, bfloat16
+    and whole experts; no run on GPUs has shown it so far."""
 
     @model_validator(mode="after")
     def _check_dispatcher(self) -> Self:
@@ -210,6 +210,8 @@ class TrainedRoleConfig(RoleConfig):
     """Whether optimizer state lies in host memory during generation."""
     offload_gradients: bool = False
     """Whether the memory of gradients is freed during generation."""
+    overlap: bool | None = None
+    """Whether replicas exchange gradients and weights while they compute. null: on GPUs."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the model's weights. null: the weights are trained."""
 

@@ -248,6 +248,8 @@ class RunConfig(Section):
     """Environment variables of the ranks: NCCL_*, GLOO_* and HF_*. A variable that is already set stays as it is."""
     device_profile: str | None = None
     """The device that `auto` plans for: the name of a shipped profile or a file. null: the device's own name."""
+    expandable_segments: bool = False
+    """Whether torch's allocator takes the GPU memory of training in segments that grow. Not seen on GPUs so far."""
     tensor_parallel_across_hosts: bool = False
     """Whether a tensor-parallel group may cross hosts. false: each group lies on one host."""
     nonfinite: NonFiniteConfig = NonFiniteConfig()

@@ -91,16 +91,23 @@ def staleness_notes(config: StaleConfig) -> list[str]:
     """What weighs tokens of older weights, and when the engine has nothing to do; none in a synchronous run."""
     if not config.rollout.max_staleness:
         return []
-    return [*idle_notes(config.rollout.partial), _correction_note(config)]
+    return [*partial_notes(config, cuda=False), _correction_note(config)]  # the engine says why it has no graphs
 
 
-def idle_notes(partial: PartialRollouts | None) -> list[str]:
-    """When the engine of partial rollouts has nothing to do."""
+def partial_notes(config: StaleConfig, *, cuda: bool) -> list[str]:
+    """When the engine of partial rollouts has nothing to do, and when the engine is slow."""
+    partial, notes = config.rollout.partial, list[str]()
+    if partial is not None and cuda and config.algorithm.policy.replay_routing:
+        notes.append(
+            "rollout.partial with algorithm.policy.replay_routing: the engine runs without CUDA graphs and records "
+            "experts by hooks, so that each of its steps takes longer. Set one of the two to null or false"
+        )
     if partial is None or partial.oversample < 2:
-        return []
+        return notes
     return [
+        *notes,
         f"rollout.partial.oversample = {partial.oversample:g}: while the oldest responses end, a whole batch of others "
-        "may end too. The next iteration then generates nothing. A value below 2 keeps the engine at work"
+        "may end too. The next iteration then generates nothing. A value below 2 keeps the engine at work",
     ]
 
 

@@ -19,6 +19,29 @@ class VendorArguments(Section):
         return {name: value for name, value in self if value is not None}
 
 
+PassName = Literal[
+    "eliminate_noops",
+    "enable_qk_norm_rope_fusion",
+    "fuse_act_padding",
+    "fuse_act_quant",
+    "fuse_allreduce_rms",
+    "fuse_attn_quant",
+    "fuse_mla_dual_rms_norm",
+    "fuse_norm_quant",
+    "fuse_qk_norm_rope_kvcache",
+    "fuse_rope_kvcache",
+    "fuse_rope_kvcache_cat_mla",
+]
+
+
+class CompilationArguments(Section):
+    """Of vLLM's CompilationConfig."""
+
+    pass_config: dict[PassName, bool] = {}
+    """Passes of vLLM's compiler, by the names of vLLM's PassConfig. fuse_allreduce_rms is false where nobody asks for
+    this pass."""
+
+
 class EngineArguments(VendorArguments):
     """Arguments of vLLM's engine, by the names of vLLM's EngineArgs."""
 
@@ -26,6 +49,8 @@ class EngineArguments(VendorArguments):
     """Whether the next step is scheduled while the GPU computes."""
     attention_backend: str | None = None
     """The kernels of attention, by vLLM's names, such as FLASH_ATTN or FLASHINFER."""
+    compilation_config: CompilationArguments | None = None
+    """How vLLM compiles the model."""
     cudagraph_capture_sizes: tuple[PositiveInt, ...] | None = None
     """Numbers of tokens for which CUDA graphs are captured."""
     max_cudagraph_capture_size: PositiveInt | None = None
@@ -44,6 +69,13 @@ class EngineArguments(VendorArguments):
     """Whether a prompt waits until the KV cache has room for all of the prompt."""
     watermark: NonNegativeFloat | None = None
     """Share of the KV cache that new rows leave free."""
+
+    def given(self) -> dict[str, Any]:
+        """As vLLM takes them."""
+        given = super().given()
+        if self.compilation_config is not None:
+            given["compilation_config"] = self.compilation_config.model_dump()
+        return given
 
 
 class MegatronArguments(VendorArguments):

@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.flows.work_queue import TokenLists, WorkQueue
+from hybridflow.parallel.device import CPU
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
@@ -237,7 +238,8 @@ class OverlappedScoring:
             return step
         assert self._replica is not None, "a rank that generates"
         box, leader, started = [step], self._layout.replicas[self._replica][0], time.perf_counter()
-        dist.broadcast_object_list(box, src=leader, group=self._group, device=self._exchange.device)
+        # by host memory: on a GPU a kernel of NCCL's would spin until the first rank has something
+        dist.broadcast_object_list(box, src=leader, group=self._group, device=CPU)
         self._exchange.seconds += time.perf_counter() - started if self._rank != leader else 0.0
         return box[0]
 

@@ -82,8 +82,8 @@ def expert_kernels(*, kept: bool) -> ExpertKernels:
 
 
 def asks_for_deep_ep(wanted: DispatcherName) -> bool:
-    """auto: DeepEP on GPUs, which it is made for, where nothing stands against it."""
-    return wanted == "deepep" or (wanted == "auto" and uses_cuda())
+    """auto: not before DeepEP has been seen to run here: no plan counts its buffers."""
+    return wanted == "deepep"
 
 
 def has_transformer_engine() -> bool:

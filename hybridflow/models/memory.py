@@ -5,12 +5,15 @@ host is the device and nothing is gained, but the same code runs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.platform import zero_function
+
+BLOCK_BYTES, ALIGNMENT = 256 << 20, 64  # of host memory
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -53,7 +56,7 @@ class HostMemory:
     in powers of two, so it is taken in blocks of one, and a storage may lie in several.
     """
 
-    def __init__(self, *, kept: bool | None = None, block_bytes: int = 256 << 20) -> None:
+    def __init__(self, *, kept: bool | None = None, block_bytes: int = BLOCK_BYTES) -> None:
         self.blocks: list[Tensor] = []
         self._kept, self._block_bytes = uses_cuda() if kept is None else kept, block_bytes
 
@@ -75,6 +78,19 @@ class HostMemory:
     def done(self) -> None:
         if not self._kept:
             self.blocks.clear()
+
+
+def host_tensors(wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[Tensor]:
+    """Empty tensors in host memory, page-locked where there is CUDA: many in a block, for torch's allocator rounds each
+    block of such memory up to a power of two.
+    """
+    places = [(shape, dtype, -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT) for shape, dtype in wanted]
+    left, block = sum(size for _, _, size in places), torch.empty(0, dtype=torch.uint8)
+    for shape, dtype, size in places:
+        if size > block.nbytes:
+            block = _host_block(max(size, min(left, BLOCK_BYTES)))
+        yield block[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        block, left = block[size:], left - size
 
 
 def _host_block(size: int) -> Tensor:

@@ -205,6 +205,14 @@ class TrainedModel:
             for memory in held:
                 memory.restore()
 
+    def reserve_host_memory(self) -> None:
+        """Take the host memory that the optimizer state will wait in, with what the first step adds to the state."""
+        moments = {"adam": 2, "sgd": int(self.config.momentum > 0)}[self.config.name]
+        optimizers = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
+        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        more = sum(p.numel() * moments + 1 for p in trained) * torch.float32.itemsize  # and a count of steps each
+        self._host.reserve(live_bytes(self._optimizer_state()) + more)
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes this rank holds: weights, gradients, optimizer state with float32 main weights."""
         return {

@@ -32,6 +32,7 @@ from hybridflow.parallel.dropped_output import DroppedOutput
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory, peak_resident_bytes, reset_peak_resident
 from hybridflow.parallel.layout import PlatformName
+from hybridflow.parallel.numa import bind_beside
 from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
 from hybridflow.parallel.versions import check_version, replace_in
 
@@ -58,14 +59,18 @@ class Platform:
         if self.has_cuda:
             torch.cuda.empty_cache()
 
-    def freeze_objects(self) -> None:
-        """All objects that there are stay: no search for garbage looks at them any more, until the next `start`.
+    def settle(self, *, expandable_segments: bool) -> None:
+        """When all is built. All objects that there are stay: no search for garbage looks at them any more, until the
+        next `start`. vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects.
 
-        vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects to look at.
+        expandable_segments: torch's allocator takes memory in segments that grow from here on. Not before the engine
+        has captured its graphs: a custom all-reduce can show other processes no buffer of such a segment.
         """
         if self.has_cuda:
             gc.collect()
             gc.freeze()
+            if expandable_segments:
+                torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody has taken: of a CPU, this rank's share of the host's."""
@@ -109,6 +114,7 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        bind_beside(torch.cuda.get_device_properties(device))
     else:
         device, backend = CPU, "gloo"
     _single_process_defaults()
@@ -170,7 +176,11 @@ def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Make the group of all ranks, through the store of torchrun's agent or, where there is none, of rank 0."""
+    """Make the group of all ranks, through the store of torchrun's agent or, where there is none, of rank 0.
+
+    Without a device_id: with one, messages between pipeline stages would share the one stream of their group, and
+    barriers would be NCCL's.
+    """
     if not _has_agent_store():
         dist.init_process_group(backend, timeout=timeout)
         return

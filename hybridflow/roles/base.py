@@ -285,9 +285,15 @@ class TrainedRole(Role):
                 chunk.requires_grad_(False)
         elif self.grid.inside:
             self.training_model = TrainedModel(
-                self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes, overlap=world.overlap
+                self._models,
+                self.grid,
+                config.optimizer,
+                bucket_bytes=bucket_bytes,
+                overlap=world.overlap if config.overlap is None else config.overlap,
             )
             self.chunks = self.training_model.chunks
+            if config.offload_optimizer and self._platform.has_cuda:  # page-locked: minutes, not in the first rollout
+                self.training_model.reserve_host_memory()
 
     def _before_step(self) -> None:
         """Each step calls this method before the first forward pass."""

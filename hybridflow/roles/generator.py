@@ -7,7 +7,6 @@ with generator.resharded():             # alias / permute / gather, and back
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
+from hybridflow.parallel.warm_up import warm_up
 from hybridflow.placement.cache_room import cache_report, cache_words, sized_here
 from hybridflow.placement.forecast import engine_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
@@ -30,10 +30,11 @@ from hybridflow.recording.measure import Stopwatch, own_bytes
 from hybridflow.reshard.device_memory import reserve_address_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
+from hybridflow.roles.engine_replica import ReleasingListener, check_drawn
 from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.adapters import engine_adapters
-from hybridflow.rollout.engine import Response, RolloutEngine
+from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import (
     AskedResponses,
     RolloutListener,
@@ -46,7 +47,7 @@ from hybridflow.rollout.generation import (
 from hybridflow.rollout.known_failures import or_known
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import ReplicaWork, Segment, UnderWay
-from hybridflow.rollout.patches import join_groups
+from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.segments import replica_segments, whole_segments, with_pieces
@@ -98,12 +99,16 @@ class Generator:
             reads=True,
             kept=frozen_weights(actor.spec, "lm") if placed.keeps_base else (),
         )
-        self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
+        groups = groups or ProcessGroups()
+        self._replica = groups.own(self.layout.replicas, quiet=True) if len(self.layout.replicas[0]) > 1 else None
+        self.turns = None if environments is None else self._turns(environments)
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params, self._eos_token_ids = 0, {}, eos_token_ids
         self._awake = False  # for good, see `sync_weights`
-        join_groups(self.layout, placed.stages, platform.local_rank)
+        custom = not config.rollout.engine_arguments.disable_custom_all_reduce
+        join_groups(self.layout, placed.stages, platform.local_rank, custom_all_reduce=custom)
+        warm_up(groups, platform.device, *engine_pipelines())
         with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
@@ -113,12 +118,10 @@ class Generator:
                 self.engine.sleep()
         self.costs.clear()
 
-    def _turns(self, environments: EnvironmentRows, groups: ProcessGroups) -> EnvironmentTurns:
-        """Collective over the world."""
+    def _turns(self, environments: EnvironmentRows) -> EnvironmentTurns:
         replicas, rank = self.layout.replicas, self._platform.rank
-        group = groups.own(replicas) if len(replicas[0]) > 1 else None
         leader = replicas[self.layout.coordinates(rank).replica][0] if rank in self.layout else rank
-        agreement = LeaderBroadcast(group, leader, self._exchange.device)
+        agreement = LeaderBroadcast(self._replica, leader)
         return EnvironmentTurns(environments, agreement, leads=rank in self.layout and rank == leader)
 
     def _hooks_routers(self) -> bool:
@@ -268,7 +271,7 @@ class Generator:
         Collective over the world. generation: how often the iteration has sampled responses to these prompts before.
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
-        releasing = None if listener is None else _ReleasingListener(self, listener)
+        releasing = None if listener is None else ReleasingListener(self.give_back, listener)
         asked = self.ask(
             prompts,
             temperature=temperature,
@@ -298,6 +301,7 @@ class Generator:
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
         work = under_way.work(count, **limits, sampling=config.sampling, stays=stays)
         own = self._or_known(lambda: self._segments(under_way, prompts, work, version=iteration - 1)) or {}
+        check_drawn(((row, segment.token_ids) for row, segment in sorted(own.items())), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
@@ -360,6 +364,8 @@ class Generator:
 
     def gathered(self, asked: AskedResponses, own: RowResponses) -> RolloutBatch:
         """The rollout that was asked for, whole on all ranks. Collective over the world. own: of the replica."""
+        drawn = zip(own.rows, (response.token_ids for response in own.responses), strict=True)
+        check_drawn(drawn, self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else RowResponses()
         num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
         rollout = whole_rollout(asked.request, contributed, exchange=self._exchange, num_rewards=num_rewards)
@@ -379,22 +385,3 @@ class Generator:
         """The replica of which this rank records experts."""
         rank = self._platform.rank
         return self.layout.coordinates(rank).replica if self.recorded(()).layers_of(rank) else None
-
-
-@dataclass(frozen=True)
-class _ReleasingListener:
-    generator: Generator
-    listener: RolloutListener
-
-    def on_response(self, row: int, response: Response) -> None:
-        self.listener.on_response(row, response)
-
-    def on_engine_step(self) -> None:
-        self.listener.on_engine_step()
-
-    def on_failure(self) -> None:
-        self.listener.on_failure()
-
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
-        self.generator.give_back()
-        self.listener.on_replica_done(prompts, responses)

@@ -85,11 +85,18 @@ class CudaEngine:
         """Nothing."""
 
     def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
-        """The backend of attention says how many tokens a block has."""
+        """The backend of attention says how many tokens a block has.
+
+        Two settings of vLLM 0.32.0 that free more in sleep stay off. sleep_mode_offload_cudagraph puts graphs into
+        memory that the custom all-reduce can show no other process; vLLM tells its communicator by a config that
+        `join_groups` has none of. enable_nccl_comm_suspend has no counterpart for torch's communicators, and NCCL
+        before 2.29.7 has it not.
+        """
         return {
             "enable_chunked_prefill": True,
             "enforce_eager": eager,
             "enable_sleep_mode": sleeps,
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # by FlashInfer: see `environment`
             **BESIDE_A_TRAINER,
         }
 

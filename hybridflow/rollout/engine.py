@@ -103,6 +103,7 @@ class RolloutEngine:
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform, self._needs_text = platform, bool(sampling.stop or sampling.bad_words)
         self._sleeps, self._most_rows, started = config.sleep_level == 1, config.most_sequences, time.perf_counter()
+        settings = device.settings(eager=config.enforce_eager or hooked, sleeps=self._sleeps, block_tokens=block_tokens)
         with preserved_random_state(), without_bars():
             self._llm = vllm.LLM(
                 model=str(model),
@@ -119,13 +120,12 @@ class RolloutEngine:
                 max_num_seqs=self._most_rows,
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
-                **device.settings(eager=config.enforce_eager or hooked, sleeps=self._sleeps, block_tokens=block_tokens),
                 enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
                 **language_model.arguments(device.kind, prefix_caching=config.enable_prefix_caching),
-                **config.engine_arguments.given(),
+                **with_given(settings, config.engine_arguments.given()),
             )
         self._engine, self.build_seconds = self._llm.llm_engine, time.perf_counter() - started
         self.kv_cache, self.cache_use = device.kv_cache(self._llm), CacheUse(self._llm)
@@ -297,6 +297,14 @@ class RolloutEngine:
             return found
         experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
         return replace(found, experts=experts)
+
+
+def with_given(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's LLM, and those of the config; of the compiler's passes the others stay as they are."""
+    if "compilation_config" not in given:
+        return settings | given
+    passes = [each.get("compilation_config", {}).get("pass_config", {}) for each in (settings, given)]
+    return settings | given | {"compilation_config": {"pass_config": passes[0] | passes[1]}}
 
 
 def _check_stage(runner: Any, stages: Stages, pp: int) -> None:

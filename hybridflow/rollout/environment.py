@@ -16,3 +16,7 @@ def set_environment() -> None:
     # the default is 1. Every engine then imports FlashInfer before the first token, and fails where FlashInfer is not
     # installed or does not import. FlashInfer's sampler takes no request with a seed, and all requests here have one
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    # the default is 1. FlashInfer then compiles at the first sum on all ranks at once, takes memory that no plan
+    # counts, and hangs where it fails on one rank alone; it has not run with hybridflow so far.
+    # Its sums have no fixed order: in bfloat16 routers of two ranks may then choose other experts for a token
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")

@@ -51,8 +51,9 @@ def prepare_vllm() -> None:
     envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
     if envs.VLLM_BATCH_INVARIANT:
         raise EnvironmentProblem(
-            "VLLM_BATCH_INVARIANT is set: vLLM then replaces torch's matrix products by kernels without gradients, "
-            "also for the trainer in this process. Unset the variable"
+            "VLLM_BATCH_INVARIANT is set: vLLM then replaces torch's softmax, mean and batched products, and before "
+            "Hopper all matrix products, by kernels without gradients, also for the trainer in this process. Unset the "
+            "variable"
         )
     _patch_once()
     device.prepare()
@@ -107,8 +108,10 @@ def _use_joined_groups(*args: object, **kwargs: object) -> None:
     """A worker insists that vLLM's world group spans all ranks; `join_groups` has set it to those of one stage."""
 
 
-def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
+def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int, *, custom_all_reduce: bool = True) -> None:
     """Hand vLLM the process groups of `layout` and the layers of each pipeline stage, in place of earlier ones.
+
+    custom_all_reduce: whether tensor parallel ranks may sum by vLLM's own kernel: vLLM asks as a group is made.
 
     Every rank of the world calls this, with the same layouts in the same order; a rank outside the layout gets groups
     of one and builds no engine. Where groups exist already vLLM checks their sizes alone, so they may be at
@@ -122,12 +125,20 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
     outside = [(rank,) for rank in range(dist.get_world_size()) if rank not in layout]
 
     def group(name: str, lists: Iterable[Iterable[int]]) -> "GroupCoordinator":
-        return _group(name, (*map(tuple, lists), *outside), local_rank, world_group())
+        return _group(name, (*map(tuple, lists), *outside), local_rank, world_group(), custom_all_reduce)
 
     # in "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
     state._WORLD = state._TP = state._ETP = state._EP = group("tp", layout.tp_groups())
     state._PP = group("pp", layout.pp_groups())
     state._DCP = state._PCP = state._DP = group("single", ([rank] for rank in layout.ranks))
+
+
+def engine_pipelines() -> list[dist.ProcessGroup]:
+    """The group by which stages of this rank's engine pass activations on; none of an engine with one stage."""
+    import vllm.distributed.parallel_state as state
+
+    stages = state.get_pp_group()
+    return [stages.device_group] if stages.world_size > 1 else []
 
 
 def _partition_layers(pp: int, stages: Stages) -> None:
@@ -141,17 +152,39 @@ def _partition_layers(pp: int, stages: Stages) -> None:
 
 
 @functools.cache
-def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGroup) -> "GroupCoordinator":
+def _group(
+    name: str, lists: RankLists, local_rank: int, world: dist.ProcessGroup, custom_all_reduce: bool
+) -> "GroupCoordinator":
     """vLLM's coordinator of this rank among `lists`. Kept: engines come and go, their groups are used again."""
     import vllm.distributed.parallel_state as state
 
     for ranks in lists:
         assert list(ranks) == sorted(ranks), f"ranks of vLLM's {name} group must ascend: {ranks}"
-    return state.init_model_parallel_group(
-        [list(ranks) for ranks in lists],
-        local_rank,
-        engine_device().backend,
-        # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
-        use_message_queue_broadcaster=False,
-        group_name=name,
-    )
+    state.set_custom_all_reduce(custom_all_reduce)
+    with _groups_of_one_alone():
+        return state.init_model_parallel_group(
+            [list(ranks) for ranks in lists],
+            local_rank,
+            engine_device().backend,
+            # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
+            use_message_queue_broadcaster=False,
+            group_name=name,
+        )
+
+
+@contextlib.contextmanager
+def _groups_of_one_alone() -> Iterator[None]:
+    """Within the block a group of one rank is made by that rank: without this n ranks would meet 2 n times for them."""
+    make = dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            return make(ranks, **options)
+        own = dist.get_rank() in ranks
+        return make(ranks, use_local_synchronization=True, **options) if own else dist.GroupMember.NON_GROUP_MEMBER
+
+    replace_in(dist, new_group=new_group)
+    try:
+        yield
+    finally:
+        replace_in(dist, new_group=make)

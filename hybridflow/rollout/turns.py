@@ -122,9 +122,9 @@ class Answers(Protocol):
 class LeaderBroadcast:
     """Of the ranks of an engine replica: the first one's list of events, on all of them."""
 
-    def __init__(self, group: dist.ProcessGroup | None, leader: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, leader: int) -> None:
         """group: of the replica; None of one rank. leader: its first rank."""
-        self._group, self._leader, self._device = group, leader, device
+        self._group, self._leader = group, leader
         self._failure: RewardError | None = None
         self.leads = group is None or dist.get_rank() == leader
 
@@ -159,7 +159,8 @@ class LeaderBroadcast:
         return found[:size]
 
     def _sent(self, numbers: list[int]) -> list[int]:
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        # in host memory: on a GPU each step of the engine would wait for the step before
+        tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(tensor, src=self._leader, group=self._group)
         return [int(number) for number in tensor.tolist()]
 

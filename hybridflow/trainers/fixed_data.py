@@ -28,6 +28,7 @@ from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.warm_up import warm_up
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
 from hybridflow.placement.placed import PlacedFixed, place_fixed
@@ -82,10 +83,9 @@ class FixedDataTrainer:
         digests = fixed_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         exchange = Exchange(platforms.world_group(), platform.device)
-        watch = Stopwatch.for_platform(platform)
-        self.models = build_models(
-            self.placed, RunContext(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
-        )
+        watch, groups = Stopwatch.for_platform(platform), ProcessGroups()
+        self.models = build_models(self.placed, RunContext(platform, groups, exchange, self.placed.bucket_bytes, watch))
+        warm_up(groups, platform.device)
         self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
             config, digests, self.models.trained(), platform=platform, watchdog=self.watchdog
         )
@@ -105,7 +105,7 @@ class FixedDataTrainer:
         )
         self.run = Run(config, self.book)
         self.run.state = self.checkpoint_manager.state or self.run.state
-        platform.freeze_objects()
+        platform.settle(expandable_segments=config.expandable_segments)
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:

@@ -145,7 +145,7 @@ class OnlineTrainer:
             self._build_engine_ranks(watch)
         else:
             self._build_run(world)
-        self.platform.freeze_objects()
+        self.platform.settle(expandable_segments=config.expandable_segments)
 
     @property
     def models_in_place(self) -> bool:

@@ -241,7 +241,7 @@ def test_a_row_has_what_its_agent_was_told(seed: int, stops: bool, monkeypatch: 
     nothing, rows = torch.zeros(0, dtype=torch.int64), range(rng.randint(1, 6))
     prompts = PromptBatch(nothing, torch.tensor([0]), ("",), {}, (None,))
     sessions = agents.conversations(prompts, torch.tensor([len(rows)]), always(MOST_BEHIND), (1,))
-    taking = TurnTaking(LeaderBroadcast(None, 0, torch.device("cpu")), sessions, agents.counts, several)
+    taking = TurnTaking(LeaderBroadcast(None, 0), sessions, agents.counts, several)
     requests = [Request([], seed=row) for row in rows]
     if stops:
         found = with_stops(taking, Drawn(rng), requests)

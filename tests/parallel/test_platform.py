@@ -269,8 +269,13 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_objects_that_stay_are_left_out_of_the_search_for_garbage_on_cuda(device: str) -> None:
-    """vLLM searches twice an iteration there; what is garbage already goes before."""
+@pytest.mark.parametrize("expands", [True, False])
+def test_what_stays_is_left_out_of_the_search_for_garbage_and_memory_may_grow(
+    device: str, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA alone. vLLM searches twice an iteration there; what is garbage already goes before."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
 
     class Circle:
         def __init__(self) -> None:
@@ -278,7 +283,8 @@ def test_objects_that_stay_are_left_out_of_the_search_for_garbage_on_cuda(device
 
     garbage = weakref.ref(Circle())
     try:
-        platforms.Platform(torch.device(device), rank=0, local_rank=0, world_size=1).freeze_objects()
+        platforms.Platform(torch.device(device), rank=0, local_rank=0, world_size=1).settle(expandable_segments=expands)
+        assert told == ["expandable_segments:True"] * (expands and device == "cuda")
         assert (gc.get_freeze_count() > 10_000) is (device == "cuda")
         assert device == "cpu" or garbage() is None
     finally:

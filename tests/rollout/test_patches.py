@@ -74,8 +74,13 @@ def test_no_engine_on_gpus_needs_flashinfer(monkeypatch: pytest.MonkeyPatch) -> 
     envs.disable_envs_cache()
     with pytest.raises(ImportError, match="flashinfer"):
         topk_topp_sampler.flashinfer_sampler_supported()
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER", raising=False)
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER
     set_environment()
-    assert topk_topp_sampler.flashinfer_sampler_supported() is False
+    assert topk_topp_sampler.flashinfer_sampler_supported() is False and not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")  # who wants to try it may
+    set_environment()
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER
 
 
 def test_a_service_of_kubernetes_called_vllm_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:

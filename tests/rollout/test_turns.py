@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from hybridflow.errors import RewardError, Stopped
 from hybridflow.parallel.seeds import request_seed
@@ -25,7 +24,7 @@ def test_replies_are_the_same_on_all_ranks_however_long(tmp_path: Path) -> None:
 
 
 def test_one_rank_asks_nobody() -> None:
-    alone = LeaderBroadcast(None, 0, torch.device("cpu"))
+    alone = LeaderBroadcast(None, 0)
     assert alone.leads and alone.on_all(LISTS[1]) == LISTS[1]
 
 
@@ -39,7 +38,7 @@ def never() -> None:
 
 def test_what_the_first_rank_fails_with_is_raised_with_the_next_events() -> None:
     """By the rank that leads, and that alone knows; nothing is asked of who answers in between."""
-    alone = LeaderBroadcast(None, 0, torch.device("cpu"))
+    alone = LeaderBroadcast(None, 0)
     assert alone.attempt(lambda: 7) == 7
     alone.attempt(fails)
     alone.attempt(never)

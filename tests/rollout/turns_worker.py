@@ -5,7 +5,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from hybridflow.parallel import platform as platforms
@@ -30,7 +29,7 @@ LISTS = (
 
 def main(out: Path) -> None:
     platform = platforms.start(seed=0)
-    agreement = LeaderBroadcast(dist.group.WORLD, 1, torch.device("cpu"))
+    agreement = LeaderBroadcast(dist.group.WORLD, 1)
     own = LISTS if platform.rank == 1 else [()] * len(LISTS)
     found = [[asdict(event) for event in agreement.on_all(events)] for events in own]
     everyone: list = [None, None]
