@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.staleness import partial_notes
 from hybridflow.errors import ConfigError
 
 MODEL = {"model": "m", "ranks": "0-1"}
@@ -47,6 +48,13 @@ def test_stale_rollouts_have_importance_weights_unless_the_config_speaks_of_them
 def test_rows_under_way_count_for_the_engine() -> None:
     assert config(rollout={"max_staleness": 0}).rows_of_replica(2) == 4
     assert config(rollout={**PARTIAL, "partial": {"oversample": 2.0}}).rows_of_replica(2) == 8
+
+
+def test_a_slow_engine_of_partial_rollouts_is_told_on_gpus() -> None:
+    replays = config(rollout=PARTIAL, algorithm={"policy": {"replay_routing": True}})
+    [note] = partial_notes(replays, cuda=True)
+    assert note.startswith("rollout.partial with algorithm.policy.replay_routing: the engine runs without CUDA graphs")
+    assert partial_notes(replays, cuda=False) == partial_notes(config(rollout=PARTIAL), cuda=True) == []
 
 
 @pytest.mark.parametrize(

@@ -251,20 +251,19 @@ def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[N
 def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
     """Rank 0 says what it loads. chosen: lines on what `auto` has come to."""
     from hybridflow.config import TrainedRoleConfig
-    from hybridflow.parallel.device import device_name, uses_cuda
+    from hybridflow.parallel.device import device_name
+    from hybridflow.parallel.platform import locks_host_memory
     from hybridflow.parallel.rank_log import IN_FILES_ALONE
     from hybridflow.parallel.ranks import counted
     from hybridflow.parallel.torchrun import torchrun_rank
     from hybridflow.placement.placed import left_out
 
-    fixed = isinstance(config, FixedDataConfig)
     rank, world_size = torchrun_rank()
     if rank == 0:
         where = f"{counted(world_size)}, platform {device_name()}"
-        engine = "" if options.replay or fixed else " and the engine"
-        trained = [role for role in config.roles().values() if isinstance(role, TrainedRoleConfig)]
-        locks = uses_cuda() and any(role.offload_optimizer for role in trained)
-        long = "; page-locking the host memory of offload_optimizer takes minutes" * locks
+        engine = "" if options.replay or isinstance(config, FixedDataConfig) else " and the engine"
+        offloads = [isinstance(role, TrainedRoleConfig) and role.offload_optimizer for role in config.roles().values()]
+        long = "; page-locking the memory of offload_optimizer takes minutes" * (locks_host_memory() and any(offloads))
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more{long})"
         for line in (*config.notes, *chosen, *config.vendor_lines(), *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -119,3 +120,24 @@ def _sum_gradients(
 ) -> None:
     """Sum over replicas. The token counts that the schedule passes are ignored: the loss is normalised already."""
     finalize_model_grads(model, None, pg_collection, force_all_reduce)
+
+
+def meet_neighbours(group: dist.ProcessGroup, device: torch.device, *, wraps: bool) -> None:
+    """By the groups and in the order of megatron's schedules: each two stages get a communicator of their own.
+
+    wraps: the last stage sends to the first, as stages do that have several chunks of the model.
+    """
+    ranks, own, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1
+    before, after = own > 0 or wraps, own < last or wraps
+    sent, received = (torch.zeros(1, device=device) for _ in range(2))
+    requests = _p2p_ops(
+        tensor_send_prev=sent if before else None,
+        tensor_recv_prev=received if before else None,
+        tensor_send_next=sent if after else None,
+        tensor_recv_next=received.clone() if after else None,
+        group=group,
+        prev_pipeline_rank=ranks[own - 1],
+        next_pipeline_rank=ranks[(own + 1) % len(ranks)],
+    )
+    for request in requests.values():
+        request.wait()

@@ -101,16 +101,21 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
 
-def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: float = 0.0) -> Platform:
+def start(
+    seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: float = 0.0, many_groups: bool = False
+) -> Platform:
     """Join the process group that torchrun describes and make megatron-core usable on this rank's device.
 
     No collective gives up before it has waited for longer than `longest_phase_seconds`: until then the run may go on.
+    many_groups: ranks share tokens or experts, so that collectives of more groups are under way at a time.
 
     Errors: EnvironmentProblem where there is no such device (see `choose_platform`), or another megatron-core.
     """
     prepare_imports(platform)
     gc.unfreeze()  # an earlier trainer of this process may be garbage
     if uses_cuda():
+        if many_groups:  # 8 queues by default, and two collectives of one queue wait for each other's predecessors
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -156,6 +161,11 @@ def kernel_line() -> str | None:
 
 def overlaps_exchanges() -> bool:
     """Whether what ranks exchange may travel while they compute: a GPU does both at once, a CPU's cores do not."""
+    return uses_cuda()
+
+
+def locks_host_memory() -> bool:
+    """Whether host memory that a device copies to is page-locked: a rank takes a minute for some tens of GiB."""
     return uses_cuda()
 
 

@@ -36,7 +36,7 @@ from hybridflow.models.prompt_groups import replica_rows, rows_of_rank
 from hybridflow.models.routing import RowExperts
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import Grid, ProcessGroups
-from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
+from hybridflow.parallel.platform import Platform, locks_host_memory, overlaps_exchanges, rounded_rows
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.objectives import MeanOver
@@ -292,7 +292,7 @@ class TrainedRole(Role):
                 overlap=world.overlap if config.overlap is None else config.overlap,
             )
             self.chunks = self.training_model.chunks
-            if config.offload_optimizer and self._platform.has_cuda:  # page-locked: minutes, not in the first rollout
+            if config.offload_optimizer and locks_host_memory():  # not in the first rollout
                 self.training_model.reserve_host_memory()
 
     def _before_step(self) -> None:

@@ -18,10 +18,10 @@ from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.models.layer_specs import DTYPES
+from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
-from hybridflow.parallel.warm_up import warm_up
 from hybridflow.placement.cache_room import cache_report, cache_words, sized_here
 from hybridflow.placement.forecast import engine_bytes
 from hybridflow.placement.kv_cache import KVCacheSize

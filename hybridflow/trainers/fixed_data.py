@@ -22,13 +22,13 @@ from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
 from hybridflow.formats.weights_digest import base_digest
+from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.parallel.warm_up import warm_up
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
 from hybridflow.placement.placed import PlacedFixed, place_fixed

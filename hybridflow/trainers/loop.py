@@ -3,7 +3,6 @@
 `hybridflow.trainers.online` and `hybridflow.trainers.fixed_data` are built on it.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from hybridflow.flows.run import Run
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
-from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.parallel.stop import StopRequest
@@ -43,10 +41,8 @@ def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watch
     keep_loopback_direct()
     deadlines = config.watchdog.deadlines()
     shares = [role.context_parallel_size * role.expert_parallel_size > 1 for role in config.roles().values()]
-    if uses_cuda() and any(shares):
-        # 8 queues by default: two collectives of one queue would wait for each other's predecessors
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
+    longest = max(deadlines.values())
+    platform = platforms.start(config.seed, config.platform, longest_phase_seconds=longest, many_groups=any(shares))
     if watchdog is None:
         watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
     watchdog.start(platforms.world_group(), config.run_dir / "logs")

@@ -98,7 +98,7 @@ def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: RunContext)
     if case.dp == 1:
         return results
     with looked_at(under_way := []):
-        overlapped, gathering = two_adam_steps(case, models, batch, replace(world, overlap=True))
+        overlapped, gathering = two_adam_steps(case, models, batch, world, overlap=True)
     results |= {f"overlapped/{name}": x for name, x in overlapped.items()}
     return results | {"overlapped/under_way": torch.tensor(under_way), "overlapped/gathering": torch.tensor(gathering)}
 
@@ -157,7 +157,7 @@ def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: d
 
 
 def two_adam_steps(
-    case: Case, models: Path, batch: RolloutBatch, world: RunContext
+    case: Case, models: Path, batch: RolloutBatch, world: RunContext, *, overlap: bool | None = None
 ) -> tuple[dict[str, Tensor], list[bool]]:
     """ZeRO-1, of a new actor on a batch that one with its weights has estimated.
 
@@ -165,6 +165,7 @@ def two_adam_steps(
     whether each was waited for.
     """
     config = experiment(ALGORITHM, case, models, ADAM, BUDGETS[0])
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"overlap": overlap})})
     placed = place(config, world.platform.world_size).actor
     actor = Actor(placed, temperature=config.sampling.temperatures, world=world)
     run, book = given_run(config, batch, world, roles=Roles(actor))

@@ -14,6 +14,7 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.config import OptimizerConfig
 from hybridflow.models import optimizer
 from hybridflow.models.build import build_model
+from hybridflow.models.memory import HostMemory
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -73,7 +74,9 @@ def trained(model: Path, dtype: str, config: OptimizerConfig, *, fuses: bool = T
 
 
 def stepped(model: optimizer.TrainedModel) -> optimizer.TrainedModel:
-    generator = torch.Generator().manual_seed(0)
+    generator, model._host = torch.Generator().manual_seed(0), HostMemory(kept=True)
+    model.reserve_host_memory()
+    blocks = [block.data_ptr() for block in model._host.blocks]
     for number in range(4):
         model.zero_gradients()
         for gradients in model._gradients():
@@ -82,6 +85,7 @@ def stepped(model: optimizer.TrainedModel) -> optimizer.TrainedModel:
         if number == 1:
             with model.offloaded(gradients=True, optimizer=True):
                 assert model.memory_bytes()["optimizer"] == 0
+                assert [block.data_ptr() for block in model._host.blocks] == blocks, "as much as was foreseen"
             set_num_steps(model, 9)
     return model
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
+from hybridflow.models import memory as memory_module
+from hybridflow.models.memory import HostMemory, Offloaded, Released, host_tensors, live_bytes, storages
 
 BITS = torch.tensor(
     [0x7FC01234, -1, 0, 1, -0x80000000, 0x7F800001], dtype=torch.int32
@@ -68,6 +69,26 @@ def test_host_memory_is_made_once_and_again_only_for_more() -> None:
     assert [len(blocks) for blocks in made] == [2, 2, 3, 3, 3]
     assert made[0] == made[1] and made[2] == made[3] == made[4]
     assert [block.nbytes for block in host.blocks] == [8, 8, 4]
+
+
+def test_tensors_in_host_memory_share_blocks_and_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins at 64 bytes; one that is larger than a block has one of its own; the last block has what is left."""
+    made, block = [], memory_module._host_block
+    monkeypatch.setattr(memory_module, "_host_block", lambda size: made.append(size) or block(size))
+    monkeypatch.setattr(memory_module, "BLOCK_BYTES", 256)
+    wanted = [
+        ((3, 5), torch.float32),
+        ((), torch.int64),
+        ((100,), torch.bfloat16),
+        ((300,), torch.int8),
+        ((0,), torch.int8),
+    ]
+    wanted.append(((2,), torch.float32))
+    tensors = [*host_tensors(wanted)]
+    assert made == [256, 256, 320, 64] and [(tuple(x.shape), x.dtype) for x in tensors] == wanted
+    for number, x in enumerate(tensors):
+        x.fill_(number)
+    assert [x.unique().tolist() for x in tensors] == [[0], [1], [2], [3], [], [5]]
 
 
 def test_parameters_keep_their_gradients_and_identity() -> None:

@@ -38,7 +38,9 @@ NAMES = {
     ),
     "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
     "megatron.core.packed_seq_params": ("PackedSeqParams",),
-    "megatron.core.pipeline_parallel.p2p_communication": ("P2PCommunicator", "P2PCommunicator._communicate_shapes"),
+    "megatron.core.pipeline_parallel.p2p_communication": (
+        *("P2PCommunicator", "P2PCommunicator._communicate_shapes", "_p2p_ops"),
+    ),
     "megatron.core.pipeline_parallel.schedules": ("get_forward_backward_func", "get_schedule_table"),
     "megatron.core.process_groups_config": ("ProcessGroupCollection",),
     "megatron.core.tensor_parallel": (
@@ -69,6 +71,7 @@ NAMES = {
     "megatron.core.typed_torch": ("apply_module", "not_none"),
     "torch": (
         *("_C._autograd._profiler_enabled", "_C.PyTorchFileWriter", "_C.DispatchKeySet", "_dynamo.config.disable"),
+        "cuda.memory._set_allocator_settings",
         *("cpu._is_amx_tile_supported", "cpu._is_avx512_bf16_supported", "serialization._get_storage_alignment"),
         *("serialization._open_zipfile_writer_buffer", "serialization._save", "ops.mkldnn._linear_pointwise.default"),
         *(f"ops.aten._scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")),

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import vllm.distributed.parallel_state as state
 
 from hybridflow.errors import DisagreementError
+from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.parallel.warm_up import warm_up
 from hybridflow.roles.engine_replica import check_drawn
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 
