@@ -1,0 +1,209 @@
+"""Whether all ranks of a run asked for collectives in an order in which none can wait for another for ever. Pure.
+
+    HYBRIDFLOW_RECORD_COLLECTIVES=DIR hybridflow train mine.yaml
+    python -m hybridflow.parallel.collective_order DIR        # what is wrong, and status 1
+
+1. All ranks of a group make the same collectives in the same order: operation, root, type and shape. Only what each
+   rank gives in an all-to-all or gets of a list that is reduced and scattered may have sizes of its own.
+2. From one rank to another the n-th receive is of the n-th send of the same group. Tags count for nothing: NCCL has none.
+3. There is no circle of calls of which each comes before the next on some rank.
+
+For the third a collective of a group is one event of all its ranks, and a send is one event with its receive: nobody
+leaves before all have entered. NCCL keeps to that, gloo not always. A rank's events of one thread are in the order of
+the calls, also where nobody waits: on a GPU two communicators that run at once can each hold what the other needs, so
+NCCL asks for one order on all ranks. The host often waits for the device between two calls, hence calls with tensors of
+the CPU stand in the same order as others. Calls of one `batch_isend_irecv` have no order among themselves, only with
+what comes before and after. A pipeline's sends and receives are no such batch: both ends have the order that they had.
+Different threads have no order. Where something is wrong by 1 or 2, nobody looks for 3: events would not be the same.
+"""
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby, pairwise, zip_longest
+from operator import itemgetter
+from pathlib import Path
+
+from hybridflow.errors import EnvironmentProblem, UserError
+from hybridflow.parallel.ranks import counted, shown
+
+OWN_SIZES = ("all_to_all_single", "alltoall_base", "alltoall", "reduce_scatter")
+MAIN = "MainThread"
+
+
+@dataclass(frozen=True)
+class Call:
+    """As `CollectiveRecord` writes it. Ranks are those of the world. batch: sends and receives that travel together."""
+
+    group: str
+    operation: str
+    shape: tuple[int, ...] | None = None
+    elements: int = 0  # of all tensors, of which `shape` is the first's
+    dtype: str = ""
+    device: str = ""
+    root: int | None = None
+    peer: int | None = None
+    batch: int | None = None
+    thread: str = MAIN
+
+    def __str__(self) -> str:
+        root = "" if self.root is None else f" of rank {self.root}"
+        what = "" if self.shape is None else f" {self.dtype} {list(self.shape)}"
+        return f"{self.operation}{root}{what}"
+
+    @property
+    def is_collective(self) -> bool:
+        return self.operation not in ("send", "recv", "recv_anysource")
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What all ranks of a group say alike."""
+        sizes = () if self.operation in OWN_SIZES else (self.shape, self.elements)
+        return self.operation, self.root, self.dtype, *sizes
+
+
+@dataclass(frozen=True)
+class Group:
+    ranks: tuple[int, ...]
+    description: str = ""
+
+
+Groups = Mapping[str, Group]
+Calls = Mapping[int, Sequence[Call]]  # by rank
+Event = tuple[str, tuple[int, int] | None, int]  # group, (from, to) of a send and its receive, the how manieth
+
+
+def findings(groups: Groups, calls: Calls) -> list[str]:
+    """What is wrong, a line each."""
+    absent = sorted({rank for group in groups.values() for rank in group.ranks} - calls.keys())
+    wrong = [f"there is no record of rank {shown(absent)}"] if absent else []
+    for name, group in groups.items():
+        own = {rank: [call for call in calls[rank] if call.group == name] for rank in group.ranks if rank in calls}
+        wrong += [*_disagreement(_named(name, group), own), *_unmatched(_named(name, group), own)]
+    return wrong or _circle(groups, calls)
+
+
+def _named(name: str, group: Group) -> str:
+    return f"group {name} ({group.description + ', ' if group.description else ''}ranks {shown(group.ranks)})"
+
+
+def _disagreement(group: str, calls: Calls) -> Iterator[str]:
+    """The first place at which ranks of the group part."""
+    collectives = {rank: [call for call in own if call.is_collective] for rank, own in calls.items()}
+    for number, row in enumerate(zip_longest(*collectives.values())):
+        ranks = defaultdict[object, list[int]](list)
+        for rank, call in zip(collectives, row, strict=True):
+            ranks[call and call.alike].append(rank)
+        if len(ranks) > 1:
+            said = {own[0]: row[list(collectives).index(own[0])] for own in ranks.values()}
+            each = (f"{said[own[0]] or 'none'} on rank {shown(own)}" for own in ranks.values())
+            yield f"{group}, collective {number}: {'; '.join(each)}"
+            return
+
+
+def _unmatched(group: str, calls: Calls) -> Iterator[str]:
+    """The first send or receive of each pair of ranks that has no other end. Of receives of anybody nothing is known."""
+    sends = {(rank, call.peer) for rank, own in calls.items() for call in own if call.operation == "send"}
+    receives = {(call.peer, rank) for rank, own in calls.items() for call in own if call.operation == "recv"}
+    from_anybody = {rank for rank, own in calls.items() if any(call.operation == "recv_anysource" for call in own)}
+    for source, target in sorted(sends | receives, key=str):
+        if target in from_anybody or source not in calls or target not in calls:
+            continue
+        sent = [call for call in calls[source] if (call.operation, call.peer) == ("send", target)]
+        received = [call for call in calls[target] if (call.operation, call.peer) == ("recv", source)]
+        for number, (one, other) in enumerate(zip_longest(sent, received)):
+            if one is None or other is None or (one.dtype, one.elements) != (other.dtype, other.elements):
+                ends = f"{one or 'no send'} on rank {source}, {other or 'no receive'} on rank {target}"
+                yield f"{group}, message {number} from rank {source} to rank {target}: {ends}"
+                break
+
+
+# ------------------------------------------------------------------------------------------------ circles
+
+
+def _circle(groups: Groups, calls: Calls) -> list[str]:
+    """One of those that there are."""
+    earlier = defaultdict[Event, dict[Event, int]](dict)  # and the rank that says so
+    made = dict[Event, Call]()
+    for rank, own in calls.items():
+        for steps in _threads(rank, own):
+            for step in steps:
+                made |= step
+            for before, after in pairwise(steps):
+                for event in after:
+                    earlier[event] |= dict.fromkeys(before, rank)
+    try:
+        TopologicalSorter(earlier).prepare()
+    except CycleError as error:
+        circle: list[Event] = error.args[1]  # begins as it ends
+    else:
+        return []
+    edges = [(earlier[after][before], before, after) for before, after in pairwise(circle)]
+    while edges[0][0] == edges[-1][0]:  # there are two ranks at least: one has no circle by itself
+        edges = [*edges[1:], edges[0]]
+    runs = [(rank, list(some)) for rank, some in groupby(edges, key=itemgetter(0))]
+
+    def text(event: Event) -> str:
+        group, pair, number = event
+        what = f"{made[event]} {number}" if pair is None else f"message {number} from rank {pair[0]} to rank {pair[1]}"
+        return f"{what} of {_named(group, groups[group])}"
+
+    each = (f"on rank {rank} {text(some[0][1])} comes before {text(some[-1][2])}" for rank, some in runs)
+    return [f"ranks can wait for each other: {'; '.join(each)}"]
+
+
+def _threads(rank: int, calls: Iterable[Call]) -> Iterable[list[dict[Event, Call]]]:
+    """Of each thread its steps in order. The events of a step have none."""
+    counts, threads = Counter[object](), defaultdict[str, list[dict[Event, Call]]](list)
+    batches = dict[str, int | None]()
+    for call in calls:
+        pair = None
+        if not call.is_collective:
+            if call.peer is None:  # of anybody: nobody knows with which send it is one
+                continue
+            pair = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
+        if call.batch is None or call.batch != batches.get(call.thread):
+            threads[call.thread].append({})
+        batches[call.thread] = call.batch
+        threads[call.thread][-1][call.group, pair, counts[call.group, pair]] = call
+        counts[call.group, pair] += 1
+    return threads.values()
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def read(directory: Path) -> tuple[dict[str, Group], dict[int, list[Call]]]:
+    """Of all ranks. The last line of a rank that was killed may be cut. Errors: EnvironmentProblem without a record."""
+    groups, calls = dict[str, Group](), dict[int, list[Call]]()
+    for file in directory.glob("rank_*.jsonl"):
+        own = calls[int(file.stem.removeprefix("rank_"))] = list[Call]()
+        for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not text.endswith("\n"):
+                continue
+            line = json.loads(text)
+            if "ranks" in line:
+                groups[line["name"]] = Group(tuple(line["ranks"]), line["description"])
+            else:
+                own.append(Call(**line | {"shape": tuple(line["shape"]) if "shape" in line else None}))
+    if not calls:
+        raise EnvironmentProblem(f"{directory}: has no rank_N.jsonl; HYBRIDFLOW_RECORD_COLLECTIVES={directory} writes it")
+    return groups, dict(sorted(calls.items()))
+
+
+def main(directory: Path) -> int:
+    groups, calls = read(directory)
+    wrong = findings(groups, calls)
+    number = sum(map(len, calls.values()))
+    print("\n".join(wrong) or f"{counted(len(calls))}, {counted(len(groups), 'group')}, {number} calls: one order")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(*sys.argv[1:])))
+    except UserError as error:
+        sys.exit(f"hybridflow: error: {error}")
