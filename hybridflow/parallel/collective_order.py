@@ -66,12 +66,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     ranks: tuple[int, ...]
     description: str = ""
 
 
-Groups = Mapping[str, Group]
+Groups = Mapping[str, RankGroup]
 Calls = Mapping[int, Sequence[Call]]  # by rank
 Event = tuple[str, tuple[int, int] | None, int]  # group, (from, to) of a send and its receive, the how manieth
 
@@ -86,7 +86,7 @@ def findings(groups: Groups, calls: Calls) -> list[str]:
     return wrong or _circle(groups, calls)
 
 
-def _named(name: str, group: Group) -> str:
+def _named(name: str, group: RankGroup) -> str:
     return f"group {name} ({group.description + ', ' if group.description else ''}ranks {shown(group.ranks)})"
 
 
@@ -142,7 +142,8 @@ def _circle(groups: Groups, calls: Calls) -> list[str]:
     else:
         return []
     edges = [(earlier[after][before], before, after) for before, after in pairwise(circle)]
-    while edges[0][0] == edges[-1][0]:  # there are two ranks at least: one has no circle by itself
+    first = min(rank for rank, *_ in edges)
+    while edges[0][0] != first or edges[-1][0] == first:  # no rank has a circle by itself
         edges = [*edges[1:], edges[0]]
     runs = [(rank, list(some)) for rank, some in groupby(edges, key=itemgetter(0))]
 
@@ -176,9 +177,9 @@ def _threads(rank: int, calls: Iterable[Call]) -> Iterable[list[dict[Event, Call
 # ------------------------------------------------------------------------------------------------ records
 
 
-def read(directory: Path) -> tuple[dict[str, Group], dict[int, list[Call]]]:
+def read(directory: Path) -> tuple[dict[str, RankGroup], dict[int, list[Call]]]:
     """Of all ranks. The last line of a rank that was killed may be cut. Errors: EnvironmentProblem without a record."""
-    groups, calls = dict[str, Group](), dict[int, list[Call]]()
+    groups, calls = dict[str, RankGroup](), dict[int, list[Call]]()
     for file in directory.glob("rank_*.jsonl"):
         own = calls[int(file.stem.removeprefix("rank_"))] = list[Call]()
         for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -186,11 +187,13 @@ def read(directory: Path) -> tuple[dict[str, Group], dict[int, list[Call]]]:
                 continue
             line = json.loads(text)
             if "ranks" in line:
-                groups[line["name"]] = Group(tuple(line["ranks"]), line["description"])
+                groups[line["name"]] = RankGroup(tuple(line["ranks"]), line["description"])
             else:
                 own.append(Call(**line | {"shape": tuple(line["shape"]) if "shape" in line else None}))
     if not calls:
-        raise EnvironmentProblem(f"{directory}: has no rank_N.jsonl; HYBRIDFLOW_RECORD_COLLECTIVES={directory} writes it")
+        raise EnvironmentProblem(
+            f"{directory}: has no rank_N.jsonl; HYBRIDFLOW_RECORD_COLLECTIVES={directory} writes it"
+        )
     return groups, dict(sorted(calls.items()))
 
 
