@@ -5,7 +5,7 @@
 
 1. All ranks of a group make the same collectives in the same order: operation, root, type and shape. Only what each
    rank gives in an all-to-all or gets of a list that is reduced and scattered may have sizes of its own.
-2. From one rank to another the n-th receive is of the n-th send of the same group. Tags count for nothing: NCCL has none.
+2. From one rank to another a group's n-th receive is of its n-th send. Tags count for nothing: NCCL has none.
 3. There is no circle of calls of which each comes before the next on some rank.
 
 For the third a collective of a group is one event of all its ranks, and a send is one event with its receive: nobody
@@ -105,7 +105,7 @@ def _disagreement(group: str, calls: Calls) -> Iterator[str]:
 
 
 def _unmatched(group: str, calls: Calls) -> Iterator[str]:
-    """The first send or receive of each pair of ranks that has no other end. Of receives of anybody nothing is known."""
+    """Of each pair of ranks the first message without another end. Of receives from anybody nothing is known."""
     sends = {(rank, call.peer) for rank, own in calls.items() for call in own if call.operation == "send"}
     receives = {(call.peer, rank) for rank, own in calls.items() for call in own if call.operation == "recv"}
     from_anybody = {rank for rank, own in calls.items() if any(call.operation == "recv_anysource" for call in own)}

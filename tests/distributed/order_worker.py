@@ -1,4 +1,4 @@
-"""Whole runs with the collectives that CUDA would have, as far as a CPU can make them; and groups entered the wrong way.
+"""Whole runs with the collectives that CUDA would have, as far as a CPU can make them; and a swap of two groups.
 
 torchrun --nproc-per-node 8 -m tests.distributed.order_worker RECORDS {"name": [CONFIG, "section.key=value", ...], ...}
 

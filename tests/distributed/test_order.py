@@ -42,7 +42,7 @@ THOROUGH = ("dense", "mixture", "context", "apart", "partial")
 @pytest.fixture(scope="module")
 def records(cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("order")
-    text = write_config(root / "text.yaml", make_inputs(root / "inputs"))
+    write_config(root / "text.yaml", make_inputs(root / "inputs"))
     make_chat_inputs(root / "chat")
     (root / "chat.yaml").write_text(json.dumps(run_config(root / "chat", max_response_length=48)))
     if "mixture" in cases:

@@ -1,4 +1,4 @@
-"""What is wrong with an order of collectives, by literal little records. Whole runs: tests/distributed/test_order.py."""
+"""What is wrong with orders of collectives, by literal records. Whole runs: tests/distributed/test_order.py."""
 
 import json
 from dataclasses import replace
