@@ -64,7 +64,8 @@ class CollectiveRecord:
             name = f"{name} ({self._names[name]})"
         self._groups[group] = name, ranks
         if len(ranks) > 1:
-            self._write({"name": name, "ranks": ranks, "description": group.group_desc})
+            description = "" if group.group_desc == "undefined" else group.group_desc
+            self._write({"name": name, "ranks": ranks, "description": description})
         return name, ranks
 
     def _batch_here(self) -> int | None:

@@ -27,6 +27,8 @@ GROUPS = {"first": [0, 1, 2, 3], "second": [2, 3, 4, 5]}
 
 
 def main(records: Path, runs: dict[str, list[str]]) -> None:
+    os.environ[RECORD_VARIABLE] = str(records / "swapped")
+    swapped(platforms.start(seed=0).rank)
     peer_memory.can_read = lambda introduction: False
     flat_buffers.all_gather_into_tensor = dist.all_gather_into_tensor
     flat_buffers.reduce_scatter_tensor = dist.reduce_scatter_tensor
@@ -37,8 +39,6 @@ def main(records: Path, runs: dict[str, list[str]]) -> None:
         trainer.fit()
         if trainer.generator.engine is not None:
             trainer.generator.engine.close()
-    os.environ[RECORD_VARIABLE] = str(records / "swapped")
-    swapped(platforms.start(seed=0).rank)
     platforms.stop()
 
 
