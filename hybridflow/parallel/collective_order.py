@@ -23,8 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import groupby, pairwise, zip_longest
-from operator import itemgetter
+from itertools import pairwise, product, zip_longest
 from pathlib import Path
 
 from hybridflow.errors import EnvironmentProblem, UserError
@@ -74,6 +73,7 @@ class RankGroup:
 Groups = Mapping[str, RankGroup]
 Calls = Mapping[int, Sequence[Call]]  # by rank
 Event = tuple[str, tuple[int, int] | None, int]  # group, (from, to) of a send and its receive, the how manieth
+Part = tuple[set[int], Event, Event]  # ranks on which one event comes before the other
 
 
 def findings(groups: Groups, calls: Calls) -> list[str]:
@@ -126,34 +126,46 @@ def _unmatched(group: str, calls: Calls) -> Iterator[str]:
 
 def _circle(groups: Groups, calls: Calls) -> list[str]:
     """One of those that there are."""
-    earlier = defaultdict[Event, dict[Event, int]](dict)  # and the rank that says so
+    earlier = defaultdict[Event, dict[Event, set[int]]](lambda: defaultdict(set))  # and the ranks that say so
     made = dict[Event, Call]()
     for rank, own in calls.items():
         for steps in _threads(rank, own):
             for step in steps:
                 made |= step
-            for before, after in pairwise(steps):
-                for event in after:
-                    earlier[event] |= dict.fromkeys(before, rank)
+            for former, latter in pairwise(steps):
+                for before, after in product(former, latter):
+                    earlier[after][before].add(rank)
     try:
         TopologicalSorter(earlier).prepare()
     except CycleError as error:
         circle: list[Event] = error.args[1]  # begins as it ends
     else:
         return []
-    edges = [(earlier[after][before], before, after) for before, after in pairwise(circle)]
-    first = min(rank for rank, *_ in edges)
-    while edges[0][0] != first or edges[-1][0] == first:  # no rank has a circle by itself
-        edges = [*edges[1:], edges[0]]
-    runs = [(rank, list(some)) for rank, some in groupby(edges, key=itemgetter(0))]
 
     def text(event: Event) -> str:
         group, pair, number = event
         what = f"{made[event]} {number}" if pair is None else f"message {number} from rank {pair[0]} to rank {pair[1]}"
         return f"{what} of {_named(group, groups[group])}"
 
-    each = (f"on rank {rank} {text(some[0][1])} comes before {text(some[-1][2])}" for rank, some in runs)
+    parts = _joined([(earlier[after][before], before, after) for before, after in pairwise(circle)])
+    each = (f"on rank {shown(sorted(ranks))} {text(one)} comes before {text(other)}" for ranks, one, other in parts)
     return [f"ranks can wait for each other: {'; '.join(each)}"]
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Parts of a circle behind one another that the same ranks say are one; that of the lowest rank comes first."""
+    found = list[Part]()
+    for ranks, before, after in parts:
+        if found and found[-1][0] & ranks:
+            same, first, _ = found.pop()
+            found.append((same & ranks, first, after))
+        else:
+            found.append((ranks, before, after))
+    if len(found) > 2 and found[-1][0] & found[0][0]:
+        ranks, before, _ = found.pop()
+        found[0] = (ranks & found[0][0], before, found[0][2])
+    first = min(range(len(found)), key=lambda i: min(found[i][0]))
+    return found[first:] + found[:first]
 
 
 def _threads(rank: int, calls: Iterable[Call]) -> Iterable[list[dict[Event, Call]]]:
