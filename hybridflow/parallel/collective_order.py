@@ -30,7 +30,8 @@ from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.parallel.ranks import counted, shown
 
 OWN_SIZES = ("all_to_all_single", "alltoall_base", "alltoall", "reduce_scatter")
-MAIN = "MainThread"
+ANYBODY, MAIN = "recv_anysource", "MainThread"
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,13 @@ class Call:
 
     @property
     def is_collective(self) -> bool:
-        return self.operation not in ("send", "recv", "recv_anysource")
+        return self.operation not in ("send", "recv", ANYBODY)
+
+    def pair(self, rank: int) -> Pair | None:
+        """(from, to) of a message that this rank sends or receives; None of others."""
+        if self.peer is None:
+            return None
+        return (rank, self.peer) if self.operation == "send" else (self.peer, rank)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -72,7 +79,7 @@ class RankGroup:
 
 Groups = Mapping[str, RankGroup]
 Calls = Mapping[int, Sequence[Call]]  # by rank
-Event = tuple[str, tuple[int, int] | None, int]  # group, (from, to) of a send and its receive, the how manieth
+Event = tuple[str, Pair | None, int]  # group, (from, to) of a send and its receive, the how manieth
 Part = tuple[set[int], Event, Event]  # ranks on which one event comes before the other
 
 
@@ -106,18 +113,19 @@ def _disagreement(group: str, calls: Calls) -> Iterator[str]:
 
 def _unmatched(group: str, calls: Calls) -> Iterator[str]:
     """Of each pair of ranks the first message without another end. Of receives from anybody nothing is known."""
-    sends = {(rank, call.peer) for rank, own in calls.items() for call in own if call.operation == "send"}
-    receives = {(call.peer, rank) for rank, own in calls.items() for call in own if call.operation == "recv"}
-    from_anybody = {rank for rank, own in calls.items() if any(call.operation == "recv_anysource" for call in own)}
-    for source, target in sorted(sends | receives, key=str):
-        if target in from_anybody or source not in calls or target not in calls:
+    from_anybody = {rank for rank, own in calls.items() if any(call.operation == ANYBODY for call in own)}
+    messages = defaultdict[Pair, dict[str, list[Call]]](lambda: {"send": [], "recv": []})
+    for rank, own in calls.items():
+        for call in own:
+            if pair := call.pair(rank):
+                messages[pair][call.operation].append(call)
+    for (source, target), ends in sorted(messages.items()):
+        if target in from_anybody or not {source, target} <= calls.keys():
             continue
-        sent = [call for call in calls[source] if (call.operation, call.peer) == ("send", target)]
-        received = [call for call in calls[target] if (call.operation, call.peer) == ("recv", source)]
-        for number, (one, other) in enumerate(zip_longest(sent, received)):
-            if one is None or other is None or (one.dtype, one.elements) != (other.dtype, other.elements):
-                ends = f"{one or 'no send'} on rank {source}, {other or 'no receive'} on rank {target}"
-                yield f"{group}, message {number} from rank {source} to rank {target}: {ends}"
+        for number, (sent, received) in enumerate(zip_longest(ends["send"], ends["recv"])):
+            if not sent or not received or (sent.dtype, sent.elements) != (received.dtype, received.elements):
+                both = f"{sent or 'no send'} on rank {source}, {received or 'no receive'} on rank {target}"
+                yield f"{group}, message {number} from rank {source} to rank {target}: {both}"
                 break
 
 
@@ -164,8 +172,8 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
     if len(found) > 2 and found[-1][0] & found[0][0]:
         ranks, before, _ = found.pop()
         found[0] = (ranks & found[0][0], before, found[0][2])
-    first = min(range(len(found)), key=lambda i: min(found[i][0]))
-    return found[first:] + found[:first]
+    lowest = min(range(len(found)), key=lambda i: min(found[i][0]))
+    return found[lowest:] + found[:lowest]
 
 
 def _threads(rank: int, calls: Iterable[Call]) -> Iterable[list[dict[Event, Call]]]:
@@ -173,11 +181,9 @@ def _threads(rank: int, calls: Iterable[Call]) -> Iterable[list[dict[Event, Call
     counts, threads = Counter[object](), defaultdict[str, list[dict[Event, Call]]](list)
     batches = dict[str, int | None]()
     for call in calls:
-        pair = None
-        if not call.is_collective:
-            if call.peer is None:  # of anybody: nobody knows with which send it is one
-                continue
-            pair = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
+        if call.operation == ANYBODY:  # nobody knows with which send it is one
+            continue
+        pair = call.pair(rank)
         if call.batch is None or call.batch != batches.get(call.thread):
             threads[call.thread].append({})
         batches[call.thread] = call.batch

@@ -47,7 +47,7 @@ class CollectiveRecord:
             name, ranks = self._groups.get(group) or self._new(group)
             if len(ranks) < 2:
                 return
-            call = {"thread": _thread(), "group": name, "operation": operation.strip("_")}
+            call: dict[str, Any] = {"thread": _thread(), "group": name, "operation": operation.strip("_")}
             call |= _message(args[1 if operation in OWN_INPUT else 0 :])
             if point_to_point:
                 call |= {"peer": ranks[args[1]] if operation != "recv_anysource" else None, "batch": self._batch_here()}
@@ -58,7 +58,7 @@ class CollectiveRecord:
     def _new(self, group: dist.ProcessGroup) -> tuple[str, list[int]]:
         """A group that torch does not list has no ranks that others know."""
         listed = group in dist.distributed_c10d._world.pg_map
-        name, ranks = group.group_name, dist.get_process_group_ranks(group) if listed else []
+        name, ranks = str(group.group_name), dist.get_process_group_ranks(group) if listed else []
         self._names[name] += 1
         if self._names[name] > 1:  # a world that was made anew counts its groups from 0 again
             name = f"{name} ({self._names[name]})"
