@@ -16,7 +16,8 @@ from tests.tiny_models import make_checkpoints
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 # dp 2 or more in each, and several buckets of gradients
-COMMON = [*GROUPS, "reward.models.0.ranks=0-3", "rollout.reshard_bucket_mib=0.25"]
+EACH = ["reward.models.0.ranks=0-3", "rollout.reshard_bucket_mib=0.25"]
+COMMON = [*GROUPS, *EACH]
 ONE, STAGES = "num_iterations=1", "actor.pipeline_parallel_size=2"
 MIXTURE = ["actor.model=ROOT/experts/policy", "actor.expert_parallel_size=4", "actor.token_dispatcher=alltoall"]
 MIXTURE += ["sampling.samples_per_prompt=4", "algorithm.update.mini_batch_size=8"]
@@ -29,13 +30,15 @@ RUNS = {
     "apart": ["text", *COMMON, grpo(**STALE), *NO_KL, STALENESS, "actor.ranks=0-3", "rollout.ranks=4-7"],
     "partial": [
         *("chat", named("Talk", arguments={"delay": 0.02}, **TALK), STALENESS, "rollout.partial={oversample: 1.5}"),
-        *("actor.tensor_parallel_size=2", "sampling.samples_per_prompt=2"),
+        *("actor.tensor_parallel_size=2", "rollout.tensor_parallel_size=4", "sampling.samples_per_prompt=2"),
     ],
 }
-# experts over stages, chunks of stages, sequences; ranks that share tokens in them
+PPO = ["text", *EACH, ONE, "algorithm.update.mini_batch_size=4", "sampling.samples_per_prompt=2"]
 WEEKLY = {
     "staged-mixture": [*RUNS["mixture"], STAGES, "actor.tensor_parallel_size=2", "actor.sequence_parallel=true"],
     "staged-context": [*RUNS["context"], STAGES],
+    "critic": [*PPO, "critic.pipeline_parallel_size=2"],
+    "critic-beside": [*PPO, "actor.ranks=0-3", "critic.ranks=4-7", "critic.tensor_parallel_size=2"],
     "chunks": [*RUNS["dense"], "actor.virtual_pipeline_parallel_size=2", "actor.model=ROOT/deep/policy"],
 }
 ALL = RUNS | WEEKLY
