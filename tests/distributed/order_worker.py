@@ -27,12 +27,12 @@ GROUPS = {"first": [0, 1, 2, 3], "second": [2, 3, 4, 5]}
 
 
 def main(records: Path, runs: dict[str, list[str]]) -> None:
-    os.environ[RECORD_VARIABLE] = str(records / "swapped")
-    swapped(platforms.start(seed=0).rank)
     peer_memory.can_read = lambda introduction: False
     flat_buffers.all_gather_into_tensor = dist.all_gather_into_tensor
     flat_buffers.reduce_scatter_tensor = dist.reduce_scatter_tensor
     online.RunContext = functools.partial(RunContext, overlap=True)
+    os.environ[RECORD_VARIABLE] = str(records / "swapped")
+    swapped(platforms.start(seed=0).rank)
     for name, (config, *overrides) in runs.items():
         os.environ[RECORD_VARIABLE] = str(records / name)
         trainer = online.OnlineTrainer(ExperimentConfig.from_yaml(config, [*overrides, f"name={name}"]))
