@@ -14,11 +14,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridflow.parallel.collective_record import CollectiveRecord
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import check_version
 from hybridflow.parallel.waiting import WaitingTime
@@ -105,6 +107,7 @@ class Collectives:
         self._groups: dict[int, GroupCalls] = {}  # by the id of the group; a reference would keep the group alive
         self._latest: GroupCalls | None = None
         self.waiting = WaitingTime()
+        self._record: CollectiveRecord | None = None
 
     @staticmethod
     def install() -> "Collectives":
@@ -123,6 +126,11 @@ class Collectives:
             setattr(dist.ProcessGroup, name, record._noted(getattr(dist.ProcessGroup, name), name, 0))
         setattr(dist.Work, "wait", record._noted_wait(dist.Work.wait))  # noqa: B010
         return record
+
+    def record_to(self, directory: Path, rank: int) -> None:
+        """From now on every call is written there. Errors: EnvironmentProblem where nothing can be."""
+        if self._record is None or self._record.directory != directory:
+            self._record = CollectiveRecord(directory, rank)
 
     def last_calls(self) -> list[LastCall]:
         """The last call of each group, the latest first."""
@@ -152,6 +160,8 @@ class Collectives:
                 calls.began_on_device = None if _returns_at_once(args) else self.waiting.mark()
             calls.waiting, calls.over, calls.calling = False, False, True
             self._latest = calls
+            if self._record is not None:
+                self._record.note(group, name, args, point_to_point=point_to_point)
             try:
                 work = method(group, *args, **kwargs)
             finally:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hybridflow.cpu.kernels import matrix
 from hybridflow.cpu.megatron import overlays, weight_gradients
 from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
 from hybridflow.parallel.agreement import failures
+from hybridflow.parallel.collective_record import RECORD_VARIABLE
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.dropped_output import DroppedOutput
@@ -208,7 +210,9 @@ def _prepare_diagnosis() -> None:
     """What tells, when a rank crashes or hangs, where it was. Before any process group is made."""
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # a crash in native code prints the Python stacks; stderr may be anything
-    Collectives.install()
+    collectives = Collectives.install()
+    if directory := os.environ.get(RECORD_VARIABLE):
+        collectives.record_to(Path(directory), torchrun_rank()[0])
     if uses_cuda():  # as torch 2.13's FlightRecorder.hpp and ProcessGroupNCCL.hpp name them
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the next, which wins
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
