@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -329,10 +328,9 @@ class Options:
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
         model = PlacedModel(name, config, self.specs[name], layout, head_of(name))
         footprints, links = self._footprints(model), role_bytes(model, cuda=self.cuda)
-        rest = [resting(each, config).total for each in footprints]
+        activations, rest = zip(*((each.activations, resting(each, config).total) for each in footprints), strict=True)
         scoring, early, updating = self._seconds(model)
         alone = offload_cost(model, self.device).on_share(1.0) if self._offloads else 0.0
-        held = tuple(each.total - each.activations for each in footprints)
         return RoleOption(
             name,
             config,
@@ -341,9 +339,9 @@ class Options:
             scoring,
             early=early,
             updating=updating,
-            held=held,
-            activations=tuple(map(add, (each.activations for each in footprints), links)),
-            resting=tuple(map(add, rest, links) if name == "actor" else rest),  # communicators stay: at least those
+            held=tuple(each.total - each.activations for each in footprints),
+            activations=tuple(map(sum, zip(activations, links, strict=True))),
+            resting=tuple(map(sum, zip(rest, links, strict=True))) if name == "actor" else rest,  # those stay
         )
 
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:
