@@ -95,6 +95,12 @@ def engine_bytes_beside(num_layers: int, tp: int, *, captures: bool) -> tuple[in
     return num_layers * GRAPHS_OF_LAYER * captures, ENGINE_WORKSPACES * (tp > 1)
 
 
+def bytes_by_rank(models: Iterable[PlacedModel]) -> dict[int, int]:
+    """Of the communicators that these roles make, those that they share once."""
+    counts = _counts(each for model in models for each in _of_role(model.layout, *_ways(model)))
+    return {rank: COMMUNICATOR * count for rank, count in counts.items()}
+
+
 def role_bytes(model: PlacedModel, *, cuda: bool) -> tuple[int, ...]:
     """Of the communicators that this role alone would make, on a rank of each stage."""
     return _bytes_of_stages(model.layout, *_ways(model)) if cuda else (0,) * model.layout.pp
@@ -106,6 +112,7 @@ def _bytes_of_stages(layout: Layout, trained: bool, zero1: bool, tied: bool) -> 
     return tuple(COMMUNICATOR * counts[rank] for rank in layout.ranks[:: layout.tp * layout.dp])
 
 
+@cache
 def vllm_bytes(tp: int, pp: int) -> int:
     """Of vLLM's communicators, on a rank of an end stage."""
     replica = tuple(range(tp * pp))
