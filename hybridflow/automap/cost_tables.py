@@ -229,7 +229,9 @@ class CostTables:
         }
         of_ranks, cells = bytes_by_rank(models.values()), self.cells
         whole = np.array([of_ranks.get(cell * cells.size, 0) for cell in range(cells.count)], dtype=np.int64)
-        own = {name: cells.spread(name, role_bytes(model, cuda=True)) for name, model in models.items()}
+        own = {
+            name: cells.spread(name, role_bytes(model, cuda=True)).astype(np.int64) for name, model in models.items()
+        }
         most = np.maximum.reduce(list(own.values()))
         return replace(zeros(cells.count), held=whole - most, resting=whole - own.get("actor", 0))
 
