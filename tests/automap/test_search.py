@@ -165,7 +165,7 @@ def test_what_the_search_counts_is_the_table_of_the_plan() -> None:
 
 def test_the_search_counts_what_libraries_take_of_a_gpu() -> None:
     """All but the graphs of an engine of several stages, here 2 layers."""
-    found = search(request("config.yaml", 4, "platform=cuda", shown=40, memory_bytes=8 << 30))
+    found = search(request("config.yaml", 4, "platform=cuda", shown=12, memory_bytes=8 << 30))
     parts, least = [plan for plan in found.plans if plan.choice], least_margin(4).total
     lacking = [plan.fullest.needed - plan.choice.bytes - least for plan in parts if plan.choice]
     assert min(map(abs, lacking)) == 0 and max(map(abs, lacking)) < COMMUNICATOR // 4
