@@ -33,7 +33,7 @@ SECONDS = 60.0  # that it may take to choose
 class Facts:
     """Of the devices, alike for all ranks. what: for people, with where the profile comes from.
 
-    memory_bytes: of a rank; margin_bytes: of these, what is left to libraries.
+    memory_bytes: of a rank; margin_bytes: of these, what is left to libraries on a CPU. On a GPU the layout decides.
     """
 
     profile: DeviceProfile
@@ -111,7 +111,7 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
     best, room = found.plans[0], facts.memory_bytes - facts.margin_bytes
     lines = [
         f"auto: on {counted(found.request.world_size)} of {facts.what}, the fastest predicted layout that fits in "
-        f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.bytes)} GiB on rank "
+        f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.needed)} GiB on rank "
         f"{best.fullest.rank} ({best.fullest.moment})"
     ]
     if len(found.plans) > 1:
@@ -134,8 +134,8 @@ def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[st
         lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
     else:
         fullest = least.plan.fullest
-        words = memory_words(fullest.roles, 4)
-        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
+        words = memory_words(fullest, 4)
+        lines.append(f"the least is {gib(fullest.needed)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank the run fits on {counted(least.ranks)}")
     return lines

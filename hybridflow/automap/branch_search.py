@@ -131,7 +131,7 @@ class BranchSearch:
             if found is None:
                 continue
             if depth + 1 == len(self._levels):
-                self._best.add(self._choice(found))
+                self._add(found)
             elif not self._descend(depth + 1, found.sums, found.chosen):
                 return False
         return True
@@ -165,6 +165,15 @@ class BranchSearch:
         if needed > self._budget or self._is_slow(seconds):
             return None
         return _Branch(branch.chosen, after, seconds, needed)
+
+    def _add(self, branch: _Branch) -> None:
+        """Unless communicators that roles do not share are too much."""
+        if self._options.cuda and len(self._placement) > 1:
+            needed = int(branch.sums.plus(self._of.more_links(branch.chosen)).most_bytes)
+            self._counts.tight += needed > self._budget
+            branch = replace(branch, bytes=needed)
+        if branch.bytes <= self._budget:
+            self._best.add(self._choice(branch))
 
     def _choice(self, branch: _Branch) -> Choice:
         roles = {name: branch.chosen[name] for name in self._placement if name != ENGINE}

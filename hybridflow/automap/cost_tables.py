@@ -21,7 +21,9 @@ from hybridflow.automap.options import Options, RoleOption
 from hybridflow.automap.placements import Placement
 from hybridflow.automap.rank_classes import Float, Int, RankClasses, contiguous
 from hybridflow.config.auto import ENGINE
+from hybridflow.placement.margin import bytes_by_rank, role_bytes
 from hybridflow.placement.overlapped_scoring import blocks_within
+from hybridflow.placement.placed import PlacedModel, head_of
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
 
 # of a reference that becomes the actor, and of that
@@ -129,6 +131,7 @@ class CostTables:
 
     def __init__(self, options: Options, placement: Placement, engines: EngineMemory) -> None:
         self._options, self._placement, self._engines = options, placement, engines
+        self._more_links: dict[tuple[object, ...], Sums] = {}
 
     def beside(self, level: CostTable, chosen: Chosen) -> CostTable:
         """The level of a role that comes after these."""
@@ -204,6 +207,33 @@ class CostTables:
         resting = self.cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
         none = zeros(self.cells.count)
         return replace(none, alone=np.asarray(handed), scoring=scoring.astype(np.float64), resting=resting)
+
+    def more_links(self, chosen: Chosen) -> Sums:
+        """Communicators of all roles together, beyond those of one, which the levels have."""
+        roles = {name: option for name, option in chosen.items() if isinstance(option, RoleOption)}
+        key = tuple(option.layout for option in roles.values())
+        if key not in self._more_links:
+            self._more_links[key] = self._find_links(roles)
+        return self._more_links[key]
+
+    def _find_links(self, roles: Mapping[str, RoleOption]) -> Sums:
+        models = {
+            name: PlacedModel(
+                name,
+                option.config,
+                self._options.specs[name],
+                replace(option.layout, ranks=self._placement[name]),
+                head_of(name),
+            )
+            for name, option in roles.items()
+        }
+        of_ranks, cells = bytes_by_rank(models.values()), self.cells
+        whole = np.array([of_ranks.get(cell * cells.size, 0) for cell in range(cells.count)], dtype=np.int64)
+        own = {
+            name: cells.spread(name, role_bytes(model, cuda=True)).astype(np.int64) for name, model in models.items()
+        }
+        most = np.maximum.reduce(list(own.values()))
+        return replace(zeros(cells.count), held=whole - most, resting=whole - own.get("actor", 0))
 
     def _while_waiting(self, level: CostTable, chosen: Chosen) -> CostTable:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""

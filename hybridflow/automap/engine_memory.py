@@ -12,6 +12,7 @@ from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinate
 from hybridflow.parallel.ranks import Ranks
 from hybridflow.placement.footprint import ITEM_BYTES
 from hybridflow.placement.forecast import engine_bytes, kept_by_sampler, storage_elements
+from hybridflow.placement.margin import engine_bytes_beside, vllm_bytes
 from hybridflow.placement.reshard import EngineHoldings
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import plan_reshard
@@ -44,13 +45,23 @@ class EngineMemory:
 
     def awake(self, option: EngineOption) -> int:
         """While models train."""
-        config = self.options.generating
+        config, libraries = self.options.generating, self._libraries(option)
         if config.rollout.sleep_level != 0:
-            return 0
-        return option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
+            return libraries
+        return libraries + option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
 
     def _beside(self, option: EngineOption) -> int:
-        return engine_bytes(self.options.generating, self.options.specs["actor"], cut=option.cut, pp=option.pp)
+        spec = self.options.specs["actor"]
+        needed = engine_bytes(self.options.generating, spec, cut=option.cut, pp=option.pp)
+        return needed + self._libraries(option)
+
+    def _libraries(self, option: EngineOption) -> int:
+        """At least: of several stages, which need not be alike, without the graphs."""
+        if not self.options.cuda:
+            return 0
+        layers = self.options.specs["actor"].num_layers if option.pp == 1 else 0
+        captures = not self.options.generating.rollout.enforce_eager
+        return sum(engine_bytes_beside(layers, option.tp, captures=captures)) + vllm_bytes(option.tp, option.pp)
 
     def most_bytes(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool

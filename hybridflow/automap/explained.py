@@ -1,13 +1,12 @@
 """Why a plan that a search has found is better than another, in numbers and keys. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.automap.search import SearchedPlan
 from hybridflow.automap.timing import SCORING_PHASES
 from hybridflow.config.auto import sections
 from hybridflow.config.fixed_data import AnyConfig
-from hybridflow.placement.footprint import Footprint
+from hybridflow.placement.forecast import Fullest
 from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 GENERATION = ("reshard", "generate")
@@ -97,8 +96,9 @@ def why(plan: SearchedPlan, other: SearchedPlan, name: str) -> list[str]:
     return lines
 
 
-def memory_words(roles: Mapping[str, Footprint], most: int = 3) -> str:
+def memory_words(fullest: Fullest, most: int = 3) -> str:
     """What takes most on a rank. Models take turns to compute: of their activations the largest are there."""
+    roles = fullest.roles
     largest = max(held.activations for held in roles.values())
     kinds = sorted(
         (
@@ -109,4 +109,5 @@ def memory_words(roles: Mapping[str, Footprint], most: int = 3) -> str:
         ),
         reverse=True,
     )
-    return ", ".join(f"{kind} {size / (1 << 30):.3g} GiB" for size, kind in kinds[:most] if size)
+    shown = [*kinds[:most], (fullest.margin.total, "libraries")]
+    return ", ".join(f"{kind} {size / (1 << 30):.3g} GiB" for size, kind in shown if size)

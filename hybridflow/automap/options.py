@@ -50,6 +50,7 @@ from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.context_parallel import shares_tokens
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
+from hybridflow.placement.margin import role_bytes
 from hybridflow.placement.overlapped_scoring import asks_for
 from hybridflow.placement.placed import PlacedModel, head_of
 from hybridflow.placement.recomputation import steps
@@ -75,7 +76,7 @@ class RoleOption:
     early: float  # no less than `scoring`: where the role may begin before the rollout is whole
     updating: float
     held: tuple[int, ...]  # while models train, without activations
-    activations: tuple[int, ...]
+    activations: tuple[int, ...]  # with the role's communicators: roles may share those, and the largest count
     resting: tuple[int, ...]  # while the engine generates
 
     @property
@@ -111,7 +112,7 @@ class Options:
         cuda: bool,
     ) -> None:
         self.config, self.specs, self.free, self.work = config, specs, free, work
-        self.device, self._cuda = Device(profile), cuda
+        self.device, self.cuda = Device(profile), cuda
         self._roles: dict[tuple[str, int], list[RoleOption]] = {}
         self._least: dict[tuple[str, int], tuple[float, float, float] | None] = {}
         self._engines: dict[int, list[EngineOption]] = {}
@@ -149,7 +150,7 @@ class Options:
         """Fastest first."""
         if num_ranks not in self._engines:
             found = EngineOptions(
-                self.generating, self.specs["actor"], self.work, self.free[ENGINE], self.device, cuda=self._cuda
+                self.generating, self.specs["actor"], self.work, self.free[ENGINE], self.device, cuda=self.cuda
             )
             self._engines[num_ranks] = found.on(num_ranks)
         return self._engines[num_ranks]
@@ -174,7 +175,7 @@ class Options:
         config = self.config
         if not isinstance(config, ExperimentConfig):
             return False
-        waits = config.rollout.scores_while_waiting(cuda=self._cuda)
+        waits = config.rollout.scores_while_waiting(cuda=self.cuda)
         return name in self._scored and waits and asks_for(config, name)
 
     def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
@@ -261,7 +262,7 @@ class Options:
         free, own = self.free[name], given.data_parallel_size
         sizes = context_sizes(self.specs[name], tp, longest_sequence(self.config))
         for cp in values(free, given, "context_parallel_size", sizes):
-            exact = self._cuda and given.dtype == "float32"  # `check_context` has the rules
+            exact = self.cuda and given.dtype == "float32"  # `check_context` has the rules
             if copies % cp or (cp > 1 and (exact or not shares_tokens(self.specs[name], tp, cp))):
                 continue
             if "data_parallel_size" in free:
@@ -326,11 +327,10 @@ class Options:
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
         model = PlacedModel(name, config, self.specs[name], layout, head_of(name))
-        footprints = self._footprints(model)
-        rest = tuple(resting(each, config).total for each in footprints)
+        footprints, links = self._footprints(model), role_bytes(model, cuda=self.cuda)
+        activations, rest = zip(*((each.activations, resting(each, config).total) for each in footprints), strict=True)
         scoring, early, updating = self._seconds(model)
         alone = offload_cost(model, self.device).on_share(1.0) if self._offloads else 0.0
-        held = tuple(each.total - each.activations for each in footprints)
         return RoleOption(
             name,
             config,
@@ -339,9 +339,9 @@ class Options:
             scoring,
             early=early,
             updating=updating,
-            held=held,
-            activations=tuple(each.activations for each in footprints),
-            resting=rest,
+            held=tuple(each.total - each.activations for each in footprints),
+            activations=tuple(map(sum, zip(activations, links, strict=True))),
+            resting=tuple(map(sum, zip(rest, links, strict=True))) if name == "actor" else rest,  # those stay
         )
 
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:

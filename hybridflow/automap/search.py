@@ -1,6 +1,6 @@
 """The fastest layout of a config on so many devices, by the model of time and within their memory. Pure.
 
-    found = search(SearchRequest(config, 64, profile, memory_bytes=76 << 30))
+    found = search(SearchRequest(config, 64, profile, memory_bytes=80 << 30))
     found.plans[0].config                a config that `hybridflow.train` takes
     found.given                          the config as it is, where it fits
 
@@ -36,6 +36,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
+from hybridflow.placement.margin import least_margin
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, adapted, place_either
 
 SHOWN = 10
@@ -45,7 +46,7 @@ SEARCHED = 0.75  # of the seconds: placements; the rest times in full what is ke
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked for. memory_bytes: of a rank, that the memory table may fill."""
+    """What is asked for. memory_bytes: of a rank, for the memory table, and on a GPU for libraries."""
 
     config: AnyConfig
     world_size: int
@@ -184,7 +185,7 @@ class _Search:
 
     def _bounded(self) -> list[BranchSearch]:
         """By what they take at least, as far as it is known without a look at any role's options."""
-        budget = self.request.memory_bytes
+        budget = self.request.memory_bytes - self.options.cuda * least_margin(self.request.world_size).total
         found = [BranchSearch(self.options, each, budget, self.engines) for each in self._placements()]
         return sorted(found, key=lambda each: each.floor)
 
@@ -223,7 +224,7 @@ class _Search:
             plan = plan_of(config_of(self.request, choice), self.request, choice)
         except ConfigError:
             return None
-        return plan if plan.fullest.bytes <= self.request.memory_bytes else None
+        return plan if plan.fullest.needed <= self.request.memory_bytes else None
 
     def _given(self) -> tuple[SearchedPlan | None, str]:
         if self.request.free is not None:
@@ -234,9 +235,9 @@ class _Search:
             plan = plan_of(self.request.config, self.request, None)
         except ConfigError as error:
             return None, str(error)
-        if plan.fullest.bytes <= self.request.memory_bytes:
+        if plan.fullest.needed <= self.request.memory_bytes:
             return plan, ""
-        return None, f"holds {gib(plan.fullest.bytes)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+        return None, f"holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
 
 
 def gib(num_bytes: float) -> str:
@@ -322,17 +323,17 @@ def least_that_fits(request: SearchRequest) -> Least:
     """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
     known = known_of(request)
     plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
-    low, high = request.memory_bytes, 0 if plan is None else plan.fullest.bytes
+    low, high = request.memory_bytes, 0 if plan is None else plan.fullest.needed
     while plan is not None and high - low > high // PRECISION:
         found = _any(replace(request, memory_bytes=(low + high) // 2), known)
-        low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.bytes, found)
+        low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.needed, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
         more = replace(request, world_size=request.world_size << doublings)
         if _any(more, known) is not None:
             ranks = more.world_size
             break
-    return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
+    return Least(None if plan is None else plan.fullest.needed, plan, ranks)
 
 
 def _any(request: SearchRequest, known: EngineMemory) -> SearchedPlan | None:

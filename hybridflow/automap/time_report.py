@@ -15,7 +15,6 @@ from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
 Report = dict[str, Any]
-OWN_DEVICE_MARGIN = 4 << 30  # bytes for the CUDA context, NCCL and CUDA graphs
 MOST_ROWS = 1 << 20  # of a batch that is looked at
 
 
@@ -82,7 +81,7 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
     key: that of the config. rows: None where not even the least fits. is_bound: whether more rows would not fit; else
     memory does not grow with them any more. room: bytes of a device that are counted on.
     """
-    room = max(0, profile.memory_bytes - (OWN_DEVICE_MARGIN if cuda else 0))
+    room = profile.memory_bytes
     fixed = isinstance(run, PlacedFixed)
     config, step = run.config, 1
     if isinstance(config, ExperimentConfig):
@@ -128,5 +127,5 @@ def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
 
 
 def _peak(run: PlacedRun | PlacedFixed) -> int:
-    """Most bytes on any rank at any moment."""
-    return fullest(run).bytes
+    """Most bytes on any rank at any moment, those of libraries too."""
+    return fullest(run).needed

@@ -108,9 +108,8 @@ def _lengths(work: "Work") -> str:
 def _device(facts: "Facts") -> str:
     profile = facts.profile
     where = "measured" if profile.measured else "not measured here"
-    return (
-        f"{profile.name} ({where}), {profile.ranks_per_host} a host, {facts.memory_bytes / GIB:.4g} GiB each, "
-        f"{facts.margin_bytes / GIB:.2g} of them for memory that the table does not count"
+    return f"{profile.name} ({where}), {profile.ranks_per_host} a host, {facts.memory_bytes / GIB:.4g} GiB each" + (
+        f", {facts.margin_bytes / GIB:.2g} of them for libraries" if facts.margin_bytes else ""
     )
 
 
@@ -128,7 +127,7 @@ def _plans_table(found: "Found") -> Table:
             str(i),
             f"{plan.seconds:.4g}",
             f"{plan.prediction.tokens_per_second_per_device:,.0f}",
-            f"{plan.fullest.bytes / GIB:.4g}",
+            f"{plan.fullest.needed / GIB:.4g}",
             groups(plan),
             *(words[name] for name in roles),
         ]
@@ -181,7 +180,7 @@ def _why(found: "Found") -> list[str]:
     best = found.plans[0]
     lines = [
         f"Memory of the first is fullest on rank {best.fullest.rank} in {best.fullest.moment}: "
-        f"{memory_words(best.fullest.roles)}."
+        f"{memory_words(best.fullest)}."
     ]
     if len(found.plans) > 1:
         lines += why(best, found.plans[1], "the second")

@@ -30,7 +30,7 @@ def print_plan(plan: "Report", console: Console) -> None:
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
         (_roles_table(plan), (*plan["adapters"], *(_rollout_notes(plan) if generates else ()))),
-        (_memory_table(plan), (*MEMORY_NOTES, *_cache_lines(plan["kv_cache"])) if generates else FIXED_MEMORY_NOTES),
+        (_memory_table(plan), (*(MEMORY_NOTES if generates else FIXED_MEMORY_NOTES), *_more_lines(plan))),
     ]
     if generates:
         tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
@@ -106,8 +106,10 @@ def _few(ranks: list[int]) -> str:
     return text if len(text) <= FEW else f"{','.join(map(str, ranks[:3]))},...,{ranks[-1]}"
 
 
-def _cache_lines(cache: dict[str, str]) -> list[str]:
-    return [f"{cache[line]}." for line in ("line", "long_line")]
+def _more_lines(plan: "Report") -> list[str]:
+    """On libraries, and on the KV cache where there is one."""
+    cache = plan.get("kv_cache", {})
+    return [plan["libraries"] or ON_GPUS, *(f"{cache[line]}." for line in ("line", "long_line") if cache)]
 
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
@@ -117,15 +119,14 @@ MEMORY_NOTES = (
     "The rows show the fullest rank of each role. Models on a rank take turns: only the largest activations count.",
     "The engine's weights are those outside the actor's memory. The actor's weights leave out memory that is released "
     "during generation.",
-    "The table has no padding. Activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB "
-    "more.",
+    "The table has no padding. Activations are an estimate.",
 )
 
 
-FIXED_MEMORY_NOTES = (
-    MEMORY_NOTES[0],
-    "Without padding; activations are an estimate. The CUDA context and NCCL take several GiB more.",
-)
+FIXED_MEMORY_NOTES = (MEMORY_NOTES[0], MEMORY_NOTES[2])
+
+
+ON_GPUS = "On GPUs CUDA's context, NCCL and CUDA graphs take several GiB more."  # where the run would be on CPUs
 
 
 def _memory_table(plan: "Report") -> Table:

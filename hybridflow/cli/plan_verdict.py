@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, TypeVar
 
 from hybridflow.config import RunConfig
-from hybridflow.placement.footprint import CUDA_MARGIN
 from hybridflow.placement.verdict import Change, verdict
 
 if TYPE_CHECKING:
@@ -46,15 +45,17 @@ def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Re
     report: Report = {
         "fits": found.fits,
         "memory_bytes": facts.memory_bytes,
-        "room_bytes": found.room,
+        "room_bytes": found.room - fullest.margin.total,
+        "margin": vars(fullest.margin) | {"communicators": fullest.margin.communicators},
         "rank": fullest.rank,
         "moment": fullest.moment,
         "bytes": fullest.bytes,
         "left_bytes": found.left,
         "help": {"alone": dict(found.alone), "together": dict(found.together), "ranks": found.ranks},
     }
-    libraries = "CUDA, NCCL, graphs" if facts.margin_bytes == CUDA_MARGIN else "libraries"
-    room = f"{_gib(found.room)} GiB ({_gib(facts.memory_bytes)} less {_gib(facts.margin_bytes)} for {libraries})"
+    libraries, margin = f"libraries: {fullest.margin.words}" if run.cuda else "libraries", fullest.margin.total
+    taken = facts.margin_bytes + margin
+    room = f"{_gib(found.room - margin)} GiB ({_gib(facts.memory_bytes)} less {_gib(taken)} for {libraries})"
     where = f"rank {fullest.rank} in {fullest.moment}"
     if found.fits:
         line = f"Fits: {where} is fullest: {_gib(fullest.bytes)} of {room}; {_gib(found.left)} GiB are left."

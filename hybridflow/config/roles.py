@@ -255,7 +255,7 @@ class RolloutConfig(Section):
     """The ranks of the engine, such as "0-7,12". null: those of the actor; others receive the weights over the
     network."""
     kv_cache_gib: PositiveFloat | None = None
-    """GiB of KV cache per rank. null: what a batch of the expected length needs, within the free memory less 4 GiB
+    """GiB of KV cache per rank. null: what a batch of the expected length needs, within the memory that libraries leave
     (on CPUs half of it)."""
     sleep_level: Literal[0, 1] = 1
     """1 frees the KV cache during training. 0 keeps the KV cache."""

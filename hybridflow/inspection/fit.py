@@ -1,9 +1,9 @@
 """Whether a config fits the ranks that there are, their memory and their disks. Pure but for config.json.
 
-Of memory it asks for what `planning.forecast` counts; what libraries take beside it is a margin that warns.
+Of memory it asks for what `placement.forecast` counts; what libraries take beside it is a margin that warns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.fixed_data import AnyConfig
@@ -11,10 +11,11 @@ from hybridflow.errors import UserError
 from hybridflow.inspection.findings import Finding, Host, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY
 from hybridflow.parallel.ranks import counted, shown
-from hybridflow.placement.cache_room import RESERVE, with_room
-from hybridflow.placement.footprint import CUDA_MARGIN, together
+from hybridflow.placement.cache_room import with_room
+from hybridflow.placement.footprint import together
 from hybridflow.placement.forecast import forecast, memory_of
 from hybridflow.placement.hosts import HostRanks, check_hosts
+from hybridflow.placement.margin import Margin, Margins
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
 AREA = "plan"
@@ -34,7 +35,7 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
     try:
         run = place_either(config, world_size, cuda=bool(free.gpus))
-        run = with_room(run, min(free.gpus.values()) - RESERVE) if free.gpus else run
+        run = with_room(run, min(free.gpus.values())) if free.gpus else run
         check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
@@ -43,11 +44,14 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     if isinstance(run, PlacedRun) and run.rollout.ranks != run.actor.layout.ranks:
         lie["engine"] = run.rollout.ranks
     roles = ", ".join(f"{name} on {shown(ranks)}" for name, ranks in lie.items())
-    needed = peaks(run)
-    check = gpu_finding if free.gpus else memory_finding
+    needed, margin = peaks(run), Margins(run)
+
+    def memory(host: Host) -> Finding:
+        return gpu_finding(host, needed, free, margin) if free.gpus else memory_finding(host, needed, free)
+
     return [
         Finding(AREA, "layout", "all", f"{counted(world_size)}: {roles}"),
-        *(check(host, needed, free) for host in hosts),
+        *map(memory, hosts),
         *_disk_findings(run, free, hosts[0]),
     ]
 
@@ -61,16 +65,20 @@ def peaks(run: PlacedRun | PlacedFixed) -> dict[int, tuple[int, str]]:
     }
 
 
-def gpu_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
+def gpu_finding(
+    host: Host, needed: Mapping[int, tuple[int, str]], free: Free, margin: Callable[[int], Margin]
+) -> Finding:
     """Of the rank with least room."""
-    rank = min(host.ranks, key=lambda rank: free.gpus[rank] - needed[rank][0])
+    rank = min(host.ranks, key=lambda rank: free.gpus[rank] - needed[rank][0] - margin(rank).total)
     (bytes_needed, moment), bytes_free = needed[rank], free.gpus[rank]
-    value = f"rank {rank} will hold {gigabytes(bytes_needed)} ({moment}), {gigabytes(bytes_free)} are free"
-    figures = {"rank": rank, "needed_bytes": bytes_needed, "free_bytes": bytes_free}
+    beside = margin(rank)
+    holds = f"rank {rank} will hold {gigabytes(bytes_needed)} ({moment}), libraries {gigabytes(beside.total)}"
+    value = f"{holds} ({beside.words}); {gigabytes(bytes_free)} are free"
+    figures = {"rank": rank, "needed_bytes": bytes_needed, "margin_bytes": beside.total, "free_bytes": bytes_free}
     if bytes_needed > bytes_free:
         return Finding(AREA, "GPU memory", host.name, value, "fail", advice=f"too little: less {LESS}", figures=figures)
-    if bytes_needed + CUDA_MARGIN > bytes_free:
-        advice = f"CUDA, NCCL and CUDA graphs take about {gigabytes(CUDA_MARGIN)} more: less {LESS}"
+    if bytes_needed + beside.total > bytes_free:
+        advice = f"too little for what libraries take, which is an estimate: less {LESS}"
         return Finding(AREA, "GPU memory", host.name, value, "warn", advice=advice, figures=figures)
     return Finding(AREA, "GPU memory", host.name, value, figures=figures)
 

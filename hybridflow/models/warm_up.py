@@ -1,22 +1,39 @@
-"""The first message of every process group. NCCL makes a communicator then, of 0.2 to 0.5 GiB on each rank.
+"""The first message of every process group. NCCL makes a communicator then, which takes memory of each rank's GPU.
 
-Made before the KV cache is sized, they take nothing from what the cache was promised, and a link that is broken is
-named before the engine compiles for minutes.
+Made before the KV cache is sized, communicators take nothing from what the cache was promised, and a link that is
+broken is named before the engine compiles for minutes.
 """
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.models.pipeline import meet_neighbours
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.placement.margin import GROUP, communicators
+from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 
-def warm_up(groups: ProcessGroups, device: torch.device, *pipelines: dist.ProcessGroup) -> None:
-    """Use all groups of several ranks once. Collective over the world, whose ranks have made them in one order.
+def warm_up(
+    run: PlacedRun | PlacedFixed,
+    groups: ProcessGroups,
+    device: torch.device,
+    engine_pipelines: Iterable[dist.ProcessGroup] = (),
+) -> None:
+    """Use each group once that the plan counts: those that torch has made. Collective over the world.
 
-    pipelines: of others than ours, each a group in the order of its stages.
+    engine_pipelines: vLLM's, each in the order of its stages.
     """
-    for group in groups.of_several():
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    for group, wraps in [*groups.own_pipelines(), *((group, False) for group in pipelines)]:
-        meet_neighbours(group, device, wraps=wraps)
+    for ranks in dict.fromkeys(ranks for whose, ranks, _ in communicators(run) if whose == GROUP):
+        group = groups.made(ranks)
+        if group is not None and len(ranks) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    wraps = dict[tuple[int, ...], bool]()
+    for model in run.models.values():
+        for ranks in model.layout.groups("pp") if model.layout.pp > 1 else ():
+            wraps[ranks] = wraps.get(ranks, False) or model.layout.vpp > 1
+    pipelines = [(groups.made(ranks), around) for ranks, around in wraps.items()]
+    for group, around in [*pipelines, *((group, False) for group in engine_pipelines)]:
+        if group is not None:
+            meet_neighbours(group, device, wraps=around)

@@ -19,38 +19,19 @@ class ProcessGroups:
     """Groups by their ranks: roles with like groups share them. All ranks of the world ask alike, in one order."""
 
     _made: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    _quiet: set[tuple[int, ...]] = field(default_factory=set)
-    _pipelines: dict[tuple[int, ...], bool] = field(default_factory=dict)  # whether the last stage sends to the first
 
-    def own(self, rank_lists: Iterable[tuple[int, ...]], *, quiet: bool = False) -> dist.ProcessGroup | None:
-        """Make the groups of the lists, which do not overlap; the one that this rank is in, if any.
-
-        quiet: it sends nothing that lies on a GPU.
-        """
+    def own(self, rank_lists: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make the groups of the lists, which do not overlap; the one that this rank is in, if any."""
         rank, found = dist.get_rank(), None
         for ranks in rank_lists:
             if ranks not in self._made:
                 self._made[ranks] = self._make(ranks, rank)
-                self._quiet |= {ranks} if quiet else set()
-            elif not quiet:
-                self._quiet -= {ranks}
             found = self._made[ranks] if rank in ranks else found
         return found
 
-    def add_pipelines(self, layout: Layout) -> None:
-        """Note who of a layout passes activations to whom."""
-        for ranks in layout.groups("pp") if layout.pp > 1 else ():
-            self._pipelines[ranks] = layout.vpp > 1 or self._pipelines.get(ranks, False)
-
-    def of_several(self) -> list[dist.ProcessGroup]:
-        """Those of more than one rank that this rank is in and that are not quiet, in the order of their making."""
-        made = {ranks: group for ranks, group in self._made.items() if len(ranks) > 1 and ranks not in self._quiet}
-        return [group for group in made.values() if group is not None]
-
-    def own_pipelines(self) -> list[tuple[dist.ProcessGroup, bool]]:
-        """(group, whether its last stage sends to the first) of the pipelines that this rank is in."""
-        found = [(self._made[ranks], wraps) for ranks, wraps in self._pipelines.items()]
-        return [(group, wraps) for group, wraps in found if group is not None]
+    def made(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks, if this rank has made it and is in it."""
+        return self._made.get(ranks)
 
     def _make(self, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup | None:
         if len(ranks) == 1:  # nobody else needs to know: without this a world of n ranks would meet n times
@@ -73,7 +54,6 @@ class Grid:
         """Every rank of the world calls this in the same order, those outside the layout too."""
         collection, rank = _collection(layout, groups), dist.get_rank()
         context = groups.own(layout.context_groups()) if layout.cp > 1 else None
-        groups.add_pipelines(layout)
         if rank not in layout:
             return cls(layout, None, None)
         return cls(layout, layout.coordinates(rank), collection, context)
@@ -176,10 +156,10 @@ def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection
     tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
     both = groups.own(layout.groups("tp", "pp"))
     dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both}
-    dense["tp_dp_cp"] = groups.own(layout.groups("tp", "dp"), quiet=True)
+    dense["tp_dp_cp"] = groups.own(layout.groups("tp", "dp"))
     dense["intra_dist_opt"] = groups.own([layout.ranks])
     dense["embd"] = groups.own(_ends(layout))
-    dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp], quiet=True)
+    dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
     alone = groups.own((rank,) for rank in layout.ranks)  # megatron's layers know nothing of context parallelism
     return GroupsOfGrid(
         **dense,

@@ -1,27 +1,27 @@
 """The size of the KV cache where the config gives none: what the batch needs, or what there is room for. Pure.
 
-    run = with_room(place(config, 8), 76 << 30)       a default that is larger than what is free becomes that
+    run = with_room(place(config, 8), 80 << 30)       a default that is larger than what is free becomes that
     cache_words(run), cache_report(run)               bytes, and how many sequences they hold
 
-Of the memory of a device a reserve stays free, for what no table counts: the CUDA context, NCCL, CUDA graphs.
+Of the memory of a GPU there stays free what libraries take: see `margin`.
 """
 
 from dataclasses import replace
 from math import ceil
 from typing import Any, TypeVar
 
-from hybridflow.placement.footprint import CUDA_MARGIN, together
+from hybridflow.placement.footprint import together
 from hybridflow.placement.forecast import RunMemory
 from hybridflow.placement.kv_cache import KVCacheSize
+from hybridflow.placement.margin import Margins
 from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 GIB = 1 << 30
-RESERVE = CUDA_MARGIN
 Run = TypeVar("Run", PlacedRun, PlacedFixed, PlacedRun | PlacedFixed)
 
 
 def with_room(run: Run, room: int) -> Run:
-    """With a default cache that goes into so many bytes a rank beside all else, one sequence of the longest at least.
+    """With a default cache that goes into so many bytes a rank beside all else, libraries too; one sequence at least.
 
     What the config gives stays as it is.
     """
@@ -40,7 +40,8 @@ def bytes_left(run: PlacedRun, room: int) -> int:
             rows = rows_of(rank)
             own = rows["engine"].kv_cache if "engine" in rows else 0
             if own:  # a stage with fewer layers has a part
-                found.append((room - together(list(rows.values())).total + own) * whole // own)
+                held = together(list(rows.values())).total + memory.margin(rank).total
+                found.append((room - held + own) * whole // own)
     return min(found)
 
 
@@ -51,7 +52,13 @@ def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCach
     """
     if run.kv_cache.is_given:
         return run.kv_cache
-    return run.kv_cache.within(min(bytes_left(run, memory - RESERVE), free - beside - RESERVE))
+    return run.kv_cache.within(min(bytes_left(run, memory), free - beside - reserve(run)))
+
+
+def reserve(run: PlacedRun) -> int:
+    """Bytes for libraries, on the rank of the engine that has most of them."""
+    margin = Margins(run)
+    return max(margin(rank).total for rank in run.rollout.ranks)
 
 
 def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, A
         "prompt_steps": ceil(prompt / run.config.rollout.batched_tokens(longest, cuda=run.cuda)),
         "expected_tokens": expected,
         "expected_sequences": size.sequences(expected),
-        "reserve_bytes": RESERVE if run.cuda and not size.is_given else 0,
+        "reserve_bytes": 0 if size.is_given else reserve(run),
     }
 
 
@@ -76,7 +83,7 @@ def cache_words(run: PlacedRun, size: KVCacheSize | None = None, *, bounded: boo
     """A line for people. bounded: whether a default goes by the memory there is."""
     found = cache_report(run, size)
     whose = "given" if found["is_given"] else "default"
-    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if bounded and found["reserve_bytes"] else ""
+    reserve = f", {found['reserve_bytes'] / GIB:.3g} GiB stay free" if bounded and found["reserve_bytes"] else ""
     longest = f"{found['longest_sequences']:,} sequences of the longest {found['longest_tokens']:,} tokens"
     expected = f"{found['expected_sequences']:,} of the expected {found['expected_tokens']:,}"
     words = f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"

@@ -2,9 +2,8 @@
 
 Weights, gradients and optimizer state are exact but for padding: with ZeRO-1 megatron pads every parameter to 64
 elements and every bucket to a multiple of the data-parallel size, which is not counted. Activations are an estimate.
-Not counted at all: the CUDA context, NCCL's and CUDA graphs' buffers, temporaries of the optimizer, fragmentation,
-what fills the last page (2 MiB) of each bucket that the engine gathers; leave several GiB for them. b is the bytes of
-an element, t the tokens of a micro-batch.
+Not counted here: what libraries take, which `placement.margin` has; temporaries of the optimizer, and what fills the
+last page (2 MiB) of each bucket that the engine gathers. b is the bytes of an element, t the tokens of a micro-batch.
 """
 
 from collections import Counter
@@ -31,7 +30,6 @@ MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MLP = ".mlp."  # in megatron's names of weights
 CHUNK = 64  # tokens of a chunk of a gated delta net
-CUDA_MARGIN = 4 << 30  # what is not counted on a GPU, taken large
 
 
 @dataclass(frozen=True)

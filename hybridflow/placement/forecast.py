@@ -3,7 +3,7 @@
 forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters, num_trained
-from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Cut, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
@@ -28,14 +28,14 @@ from hybridflow.placement.footprint import (
     together,
     training_activation_bytes,
 )
+from hybridflow.placement.margin import Margin, Margins, most_words
 from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.reshard import EngineHoldings, ReshardForecast, formulas
-from hybridflow.placement.saving import most_kept, written_bytes
+from hybridflow.placement.saving import checkpoint_report, spread
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.rollout.runner import second_runner
 
 Report = dict[str, Any]
-MANY_ITERATIONS = 1 << 20
 Moments = dict[str, Callable[[int], dict[str, Footprint]]]  # what lies on a rank in each moment, by role
 
 
@@ -49,8 +49,9 @@ def forecast(run: PlacedRun | PlacedFixed) -> Report:
         "name": run.config.name,
         "world_size": run.world_size,
         "roles": [_role_report(model) for model in run.models.values()],
+        "libraries": most_words(run),
         "memory": {moment: _memory_report(rows, run.world_size) for moment, rows in memory.moments().items()},
-        "checkpoint": _checkpoint_report(run),
+        "checkpoint": checkpoint_report(run),
         **engine,
     }
 
@@ -125,12 +126,12 @@ class FixedMemory:
     """What lies on every rank of a run on fixed data: there is no moment but training."""
 
     def __init__(self, run: PlacedFixed) -> None:
-        self._world_size = run.world_size
+        self._world_size, self.margin = run.world_size, Margins(run)
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
 
     def one_of_each(self) -> list[int]:
         """Ranks such that each other one holds what one of them does."""
-        return one_of_each(self._world_size, lambda rank: _stages(self.roles, rank))
+        return one_of_each(self._world_size, lambda rank: (_stages(self.roles, rank), self.margin(rank)))
 
     def moments(self) -> Moments:
         return {"training": self._training}
@@ -143,7 +144,7 @@ class RunMemory:
     """What lies on every rank of a run, and what the reshard takes."""
 
     def __init__(self, run: PlacedRun) -> None:
-        self.run, self.actor, self.rollout = run, run.actor, run.rollout
+        self.run, self.actor, self.rollout, self.margin = run, run.actor, run.rollout, Margins(run)
         self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
         shared = {"critic"} if run.critic_shares_base else set[str]()
         self.roles = {name: role_memory(run.config, model, name in shared) for name, model in run.models.items()}
@@ -168,7 +169,7 @@ class RunMemory:
 
         def standing(rank: int) -> Hashable:
             engine = self.holdings.standing(rank) if rank in self.rollout else None
-            return *_stages(self.roles, rank), engine
+            return *_stages(self.roles, rank), engine, self.margin(rank)
 
         return one_of_each(self.run.world_size, standing)
 
@@ -262,23 +263,30 @@ def longest_sequence(config: AnyConfig) -> int:
 
 @dataclass(frozen=True)
 class Fullest:
-    """The rank with most bytes at a time, the moment of it, and what takes them by role."""
+    """The rank with most bytes at a time, the moment of it, what takes them by role, and what libraries take there."""
 
     rank: int
     moment: str
     roles: Mapping[str, Footprint]
+    margin: Margin
 
     @property
     def bytes(self) -> int:
         return together(list(self.roles.values())).total
 
+    @property
+    def needed(self) -> int:
+        """Bytes, those of libraries too."""
+        return self.bytes + self.margin.total
+
 
 def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
-    """The first of those alike, as in the table of `hybridflow.plan`."""
+    """With libraries. The first of those alike, as in the table of `hybridflow.plan`."""
     memory = memory_of(run)
     ranks = memory.one_of_each()
-    found = [Fullest(rank, moment, rows(rank)) for moment, rows in memory.moments().items() for rank in ranks]
-    return max(found, key=lambda each: each.bytes)
+    moments = memory.moments().items()
+    found = [Fullest(rank, moment, rows(rank), memory.margin(rank)) for moment, rows in moments for rank in ranks]
+    return max(found, key=lambda each: each.needed)
 
 
 def one_of_each(world_size: int, standing: Callable[[int], Hashable]) -> list[int]:
@@ -348,11 +356,11 @@ def _reshard_report(of: RunMemory) -> Report:
         "colocated": training == engine,
         "model_bytes": model_bytes,
         "ways": {way.value: {"parameters": number, "bytes": sizes} for way, (number, sizes) in reshard.ways.items()},
-        "received_bytes": _spread(size * plan.received_elements(rank) for rank in engine),
-        "lower_bound_bytes": _spread(size * plan.lower_bound(rank) for rank in engine),
-        "sent_bytes": _spread(size * plan.sent_elements(rank) for rank in training),
-        "permuted_bytes": _spread(size * plan.permuted_elements(rank) for rank in engine),
-        "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in reshard.ranks),
+        "received_bytes": spread(size * plan.received_elements(rank) for rank in engine),
+        "lower_bound_bytes": spread(size * plan.lower_bound(rank) for rank in engine),
+        "sent_bytes": spread(size * plan.sent_elements(rank) for rank in training),
+        "permuted_bytes": spread(size * plan.permuted_elements(rank) for rank in engine),
+        "peak_extra_bytes": spread(memory[rank].peak_extra for rank in reshard.ranks),
         "frozen": _frozen_report(of),
         "num_buckets": len(plan.buckets),
         **formulas(model_bytes, plan.train, plan.rollout),
@@ -369,32 +377,3 @@ def _frozen_report(of: RunMemory) -> Report | None:
     first = [of.itemsize * of.plan.received_elements(rank) for rank in ranks]
     frozen = max(all_of_it - own for all_of_it, own in zip(first, later, strict=True))
     return {"received_bytes": frozen, "adapter_bytes": max(later), "once": of.run.keeps_base}
-
-
-def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:
-    """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
-    config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
-    rollout = run.config.rollout if isinstance(run, PlacedRun) else RolloutConfig()  # by which the buckets go
-    resets = isinstance(run, PlacedRun) and run.config.algorithm.kl.reset_reference_interval is not None
-    for name, model in run.models.items():
-        if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
-            bucket_bytes = rollout.bucket_bytes(cuda=True) if name == "actor" else None
-            for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
-                written[rank] += size
-    # of a run of so many passes only the data tells the number of iterations
-    num_iterations = run.config.num_iterations or MANY_ITERATIONS
-    num_kept, spread = most_kept(config, num_iterations), _spread(written.values())
-    return {
-        "save_interval": config.save_interval,
-        "save_minutes": config.save_minutes,
-        "async_save": config.async_save,
-        "rank_bytes": spread,
-        "host_bytes": spread if config.async_save else None,
-        "num_kept": num_kept,
-        "kept_bytes": num_kept * spread["total"],
-    }
-
-
-def _spread(values: Iterable[int]) -> Report:
-    found = list(values)
-    return {"min": min(found), "max": max(found), "mean": sum(found) // len(found), "total": sum(found)}

@@ -7,11 +7,12 @@ share the weights, whole parameters each; so they do with optimizer state, unles
 each is written where it lies. Not counted: a kilobyte a tensor that describes it, and the tokenizer.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, lcm, prod
+from typing import Any
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
@@ -25,12 +26,13 @@ from hybridflow.architecture.weights import (
     table_of,
 )
 from hybridflow.batch import balanced_partition
-from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
+from hybridflow.config import CheckpointConfig, OptimizerConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
-from hybridflow.placement.placed import PlacedModel
+from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
 
 STEPS_BYTES = 8  # the number of optimizer steps
+MANY_ITERATIONS = 1 << 20
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.16.1 with ZeRO-1
 
 # The order in which a layer of megatron registers modules, and so fills buckets; Transformer Engine's layers
@@ -238,3 +240,32 @@ def zero1_shares(
 
 def _padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def checkpoint_report(run: PlacedRun | PlacedFixed) -> dict[str, Any]:
+    """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
+    config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
+    rollout = run.config.rollout if isinstance(run, PlacedRun) else RolloutConfig()  # by which the buckets go
+    resets = isinstance(run, PlacedRun) and run.config.algorithm.kl.reset_reference_interval is not None
+    for name, model in run.models.items():
+        if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
+            bucket_bytes = rollout.bucket_bytes(cuda=True) if name == "actor" else None
+            for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
+                written[rank] += size
+    # of a run of so many passes only the data tells the number of iterations
+    num_iterations = run.config.num_iterations or MANY_ITERATIONS
+    num_kept, of_ranks = most_kept(config, num_iterations), spread(written.values())
+    return {
+        "save_interval": config.save_interval,
+        "save_minutes": config.save_minutes,
+        "async_save": config.async_save,
+        "rank_bytes": of_ranks,
+        "host_bytes": of_ranks if config.async_save else None,
+        "num_kept": num_kept,
+        "kept_bytes": num_kept * of_ranks["total"],
+    }
+
+
+def spread(values: Iterable[int]) -> dict[str, Any]:
+    found = list(values)
+    return {"min": min(found), "max": max(found), "mean": sum(found) // len(found), "total": sum(found)}

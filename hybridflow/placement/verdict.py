@@ -1,6 +1,6 @@
 """Whether a placed run fits the memory of the devices, and which changes of keys make it fit. Pure.
 
-    found = verdict(place_either(config, 8), 76 << 30)
+    found = verdict(place_either(config, 8), 80 << 30)
     found.fits, found.fullest, found.help      help: changes that suffice, each by itself or all of `together`
 
 A change is tried: the config that has it is placed again, and the table of memory is asked.
@@ -30,7 +30,7 @@ Run = PlacedRun | PlacedFixed
 
 @dataclass(frozen=True)
 class Verdict:
-    """room: bytes that the table of memory may fill. alone: each suffices. together: suffice together, else empty.
+    """room: bytes for the table of memory and libraries. alone: each suffices. together: suffice together, else empty.
 
     ranks: the number on which the run fits with `together`, where that alone is not enough.
     """
@@ -43,12 +43,12 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.bytes <= self.room
+        return self.fullest.needed <= self.room
 
     @property
     def left(self) -> int:
         """Bytes of the fullest rank; negative: that it lacks."""
-        return self.room - self.fullest.bytes
+        return self.room - self.fullest.needed
 
 
 def verdict(run: Run, room: int) -> Verdict:
@@ -169,7 +169,7 @@ def _first_of_each(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 def _fits(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
     changed = _changed(run, changes, room, world_size=world_size)
-    return changed is not None and fullest(changed).bytes <= room
+    return changed is not None and fullest(changed).needed <= room
 
 
 def _changed(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> Run | None:

@@ -100,7 +100,7 @@ class Generator:
             kept=frozen_weights(actor.spec, "lm") if placed.keeps_base else (),
         )
         groups = groups or ProcessGroups()
-        self._replica = groups.own(self.layout.replicas, quiet=True) if len(self.layout.replicas[0]) > 1 else None
+        self._replica = groups.own(self.layout.replicas) if len(self.layout.replicas[0]) > 1 else None
         self.turns = None if environments is None else self._turns(environments)
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
@@ -108,7 +108,7 @@ class Generator:
         self._awake = False  # for good, see `sync_weights`
         custom = not config.rollout.engine_arguments.disable_custom_all_reduce
         join_groups(self.layout, placed.stages, platform.local_rank, custom_all_reduce=custom)
-        warm_up(groups, platform.device, *engine_pipelines())
+        warm_up(placed, groups, platform.device, engine_pipelines())
         with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:

@@ -23,7 +23,6 @@ from hybridflow.errors import ConfigError, DisagreementError, UserError
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.device import choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
-from hybridflow.placement.footprint import CUDA_MARGIN
 from hybridflow.placement.hosts import parse_hosts
 
 Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig)
@@ -104,7 +103,7 @@ def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
         profile = load_profile(given or known or GPU_PROFILE)
         whose = "" if given or known else ", which is another device: give device_profile"
         what = f"{name} (profile {profile.name}{whose})"
-        return Facts(profile.model_copy(update=changes), memory_bytes, CUDA_MARGIN, what)
+        return Facts(profile.model_copy(update=changes), memory_bytes, 0, what)
     profile = load_profile(given or CPU_PROFILE)
     whose = "" if given else ", a default that is of no particular machine: `hybridflow.plan --profile-device` measures"
     return Facts(
@@ -119,5 +118,5 @@ def facts_of_gpus(tree: dict[str, Any]) -> Facts | None:
 
 def facts_by(profile: DeviceProfile, memory_bytes: int | None) -> Facts:
     """Of devices that need not be here."""
-    margin = LEAST_MEMORY if profile.shared is not None else CUDA_MARGIN
+    margin = LEAST_MEMORY if profile.shared is not None else 0
     return Facts(profile, memory_bytes or profile.memory_bytes, margin, profile.name)

@@ -85,7 +85,7 @@ class FixedDataTrainer:
         exchange = Exchange(platforms.world_group(), platform.device)
         watch, groups = Stopwatch.for_platform(platform), ProcessGroups()
         self.models = build_models(self.placed, RunContext(platform, groups, exchange, self.placed.bucket_bytes, watch))
-        warm_up(groups, platform.device)
+        warm_up(self.placed, groups, platform.device)
         self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
             config, digests, self.models.trained(), platform=platform, watchdog=self.watchdog
         )

@@ -88,11 +88,11 @@ def test_the_host_that_has_too_little_is_named(config: ExperimentConfig) -> None
     assert found[1].advice.startswith("too little: less rollout.kv_cache_gib")
 
 
-@pytest.mark.parametrize(("free", "status"), [(80, "ok"), (6, "warn"), (1, "fail")])
+@pytest.mark.parametrize(("free", "status"), [(6, "ok"), (5, "warn"), (1, "fail")])
 def test_a_gpu_is_asked_by_itself(config: ExperimentConfig, free: int, status: str) -> None:
     found = named(fit_findings(config, 2, TWO, Free({0: 80 * GIB, 1: free * GIB}, {}, {})), "GPU memory")
     assert [(finding.host, finding.status) for finding in found] == [("a", "ok"), ("b", status)]
-    assert found[1].value.startswith("rank 1 will hold 2.1 GiB (generation)")
+    assert found[1].value.startswith("rank 1 will hold 2.1 GiB (generation), libraries 3.5 GiB (CUDA's context 0.50, ")
 
 
 def test_too_small_a_disk_for_the_checkpoints(config: ExperimentConfig) -> None:
