@@ -1,11 +1,15 @@
 """Whole runs on 8 ranks, with the collectives that CUDA would have, as far as a CPU can make them: one order."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.collective_order import findings, read
+from hybridflow.placement.margin import GROUP, communicators
+from hybridflow.placement.placed import place
 from tests.checkpoint.kills import GROUPS, NO_KL, STALE, TP1, grpo
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.environments.rollouts_worker import TALK, named
@@ -69,6 +73,22 @@ def test_all_ranks_have_one_order(name: str, records: Path) -> None:
     groups, calls = read(records / name)
     assert sorted(calls) == list(range(8))
     assert findings(groups, calls) == []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cases(name)) for name in ("dense", "mixture")])
+def test_the_plan_counts_the_groups_that_send_what_lies_on_a_gpu(name: str, records: Path) -> None:
+    """Each is used once before the engine is built, and then by the run; vLLM's and those of host memory beside."""
+    config, *overrides = [each.replace("ROOT", str(records.parent)) for each in RUNS[name]]
+    run = place(ExperimentConfig.from_yaml(records.parent / f"{config}.yaml", overrides), 8, cuda=True)
+    groups, calls = read(records / name)
+    own = {key: group.ranks for key, group in groups.items() if ":" not in group.description}  # vLLM's are tp:0, ...
+    counts = Counter(
+        own[call.group] for made in calls.values() for call in made if call.is_collective and call.group in own
+    )
+    several = {ranks for ranks, count in counts.items() if count > len(ranks)}
+    planned = {ranks for whose, ranks, _ in communicators(run) if whose == GROUP and len(ranks) > 1}
+    assert planned <= several, "each is used by the run, too"
+    assert several - planned <= {tuple(range(8)), *run.rollout.replicas}, "what lies in host memory"
 
 
 def test_two_groups_that_one_rank_enters_the_other_way_round_are_found(records: Path) -> None:

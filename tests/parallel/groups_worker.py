@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ RANKS = (0, 1, 2, 3)
 LAYOUTS = {
     "tp 2, pp 2": Layout(2, 2, 1, RANKS),
     "pp 4, two chunks": Layout(1, 4, 1, RANKS, vpp=2),
-    "dp 4": Layout(1, 1, 4, RANKS),
+    "dp 4": Layout(1, 1, 4, RANKS),  # of a model that nobody trains, as all here
 }
 
 
@@ -41,8 +42,12 @@ def warmed(layout: Layout) -> list[list[Any]]:
 
         return mock.patch.object(dist, name, call)
 
+    rollout = SimpleNamespace(replicas=[(rank,) for rank in RANKS], tp=1)
+    config = SimpleNamespace(rollout=SimpleNamespace(is_one_step_off=False))
+    model = SimpleNamespace(layout=layout, config=None, spec=None)
+    run: Any = SimpleNamespace(world_size=4, models={"reference": model}, rollout=rollout, config=config)
     with noting("all_reduce"), noting("isend"), noting("irecv"):
-        warm_up(groups, torch.device("cpu"))
+        warm_up(run, groups, torch.device("cpu"))
     return calls
 
 
