@@ -28,7 +28,7 @@ def whole(role: Role, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]
     layout, mine = role.grid.layout, {}
     for group, among in (("dense", tp), ("experts", role.grid.groups.tp_ep)):
         its = [weight for weight in here if weight.group == group]
-        shards = [of(own[weight.megatron]).detach().float() for weight in its]
+        shards = [of(own[weight.megatron]).detach().float().cpu() for weight in its]
         flat = joined(shards)
         everyones = [torch.empty_like(flat) for _ in layout.places(group)]
         dist.all_gather(everyones, flat, group=among)

@@ -29,6 +29,10 @@ def length(prompts: list[str], responses: list[str], columns: dict[str, list]) -
     return [float(len(prompt)) for prompt in prompts]
 
 
+def response_length(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
 def share_of_even(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
     """Of responses that are token ids with spaces between them."""
     tokens = [[int(token) for token in response.split()] for response in responses]

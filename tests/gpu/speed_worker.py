@@ -8,6 +8,7 @@ timed, and on a GPU one that is profiled.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -37,12 +38,14 @@ def run(config: Path) -> dict[str, Any]:
 
     def watched(iteration: int, *rest: Any) -> Any:
         steps.begin()
-        if iteration < PROFILED:
+        if iteration != PROFILED or not uses_cuda():
             done = iterate(iteration, *rest)
         else:
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 done = iterate(iteration, *rest)
             found["idle"] = idle_share(kernels_between(profiler, steps))
+        if iteration == 1:
+            found["tokens"] = done.batch.input_ids.tolist()
         if iteration == TIMED:
             found["step ms"], found["metrics"] = steps.milliseconds(), done.metrics
         return done
@@ -52,7 +55,7 @@ def run(config: Path) -> dict[str, Any]:
     metrics = {
         name: float(x)
         for name, x in found.pop("metrics").items()
-        if name.startswith(("speed/", "time/", "roll", "memory/", "kl/"))
+        if name.startswith(("speed/", "time/", "roll", "memory/", "kl/", "reshard/"))
     }
     found |= {"metrics": metrics, "rows a step": trainer.generator.engine.most_rows, **sleeps(trainer)}
     platforms.stop()
@@ -160,4 +163,6 @@ def plain(config: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     kind, config, out = sys.argv[1], *map(Path, sys.argv[2:])
-    Path(out).write_text(json.dumps({"run": run, "plain": plain}[kind](config)))
+    found = {"run": run, "plain": plain}[kind](config)
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(found))
