@@ -1,4 +1,7 @@
-"""One report of what only a GPU can show: `python -m tests.gpu [PART ...]`. Without a GPU, what a CPU can."""
+"""One report of what only a GPU can show: `python -m tests.gpu [PART ...]`. Without a GPU, what a CPU can.
+
+`python -m tests.gpu node` is the first hour on 8 GPUs: see `tests.gpu.node`.
+"""
 
 import sys
 import tempfile
@@ -8,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.parallel.device import current_device, device_name
+from tests.gpu import node
 from tests.gpu.parts import PARTS
 
 
@@ -39,4 +43,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(node.main(sys.argv[2:]) if sys.argv[1:2] == ["node"] else main(sys.argv[1:]))

@@ -2,12 +2,13 @@
 
 python -m tests.gpu.node_steps STEP FOLDER [--tiny]     a line of FOLDER/STEP.jsonl for each figure, as soon as it is there
 
---tiny: the same on CPUs, with tiny models in float32. Rates and bytes are told, never judged. In float32 NVIDIA's
-products take all bits. Figures of one H100 are those of docs/explanation/gpus.md, of 2026-11-27.
+--tiny: the same on CPUs, with tiny models in float32. Rates are told, never judged. In float32 NVIDIA's products take
+all bits. Figures of one H100 are those of docs/explanation/gpus.md, of 2026-11-27.
 """
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from tests import launch
 from tests.forks import ROOT
 from tests.gpu.kernel_parts import Line
 from tests.gpu.parts import _beside
-from tests.launch import run_ranks, torchrun
 
 NUM_RANKS = 8
+STACKS_SECONDS = 45  # before the end of a step, for those of 8 ranks
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 LLAMA, QWEN, MIXTURE = "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b"
 Figures = Iterator[Line]
@@ -38,14 +40,18 @@ IN_SMALL = {FEW: Rows(8, 2, 8, 8), MANY: Rows(8, 2, 8, 8), LONG: Rows(2, 4, 8, 5
 
 
 class Node:
-    """Models, configs and launches of one step."""
+    """Models, configs and launches of one step, which is to end after so many seconds."""
 
-    def __init__(self, folder: Path, *, tiny: bool) -> None:
-        self.folder, self.tiny = folder, tiny
+    def __init__(self, folder: Path, *, tiny: bool, seconds: float) -> None:
+        self.folder, self.tiny, self._until = folder, tiny, time.monotonic() + seconds
+
+    def ranks(self, num_ranks: int, worker: str, *arguments: object, **environment: str) -> None:
+        launch.SECONDS = max(1.0, self._until - time.monotonic())  # ranks that hang then print their stacks
+        launch.run_ranks(num_ranks, f"tests.gpu.{worker}", *arguments, environment=environment)
 
     def model(self, shape: str, **changes: object) -> str:
         kind, path = "model_in_small" if self.tiny else "model", self.folder / shape
-        run_ranks(1, "tests.gpu.node_worker", kind, shape, path, json.dumps(changes))
+        self.ranks(1, "node_worker", kind, shape, path, json.dumps(changes))
         return str(path)
 
     def config(self, name: str, model: str, given: Rows, actor: dict[str, Any], **sections: Any) -> Path:
@@ -76,14 +82,14 @@ class Node:
 
     def worker(self, kind: str, num_ranks: int, config: Path) -> dict[str, Any]:
         out = config.with_suffix(".pt")
-        run_ranks(num_ranks, "tests.gpu.node_worker", kind, config, out, environment=EXACT)
+        self.ranks(num_ranks, "node_worker", kind, config, out, **EXACT)
         found: dict[str, Any] = torch.load(out)
         return found
 
     def run(self, config: Path, **environment: str) -> dict[str, Any]:
         """Of a whole run on all ranks: `tests.gpu.speed_worker`."""
         out = config.with_suffix(".json")
-        run_ranks(NUM_RANKS, "tests.gpu.speed_worker", "run", config, out, environment=environment)
+        self.ranks(NUM_RANKS, "speed_worker", "run", config, out, **environment)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -91,18 +97,20 @@ class Node:
 def links(node: Node) -> Figures:
     """`hybridflow health`, then the first message of every group."""
     path = node.folder / "health.json"
-    torchrun(NUM_RANKS, "-m", "hybridflow.health", "--json", path, check=False)
+    launch.torchrun(NUM_RANKS, "-m", "hybridflow.health", "--json", path, check=False)
     findings = json.loads(path.read_text())["findings"]
     bad = [f"{each['area']}, {each['name']}, {each['host']}: {each['value']}" for each in findings]
     bad = [text for text, each in zip(bad, findings, strict=True) if each["status"] == "fail"]
     yield Line("health", "; ".join(bad) or f"{len(findings)} lines, none fails", not bad)
-    rates = [f"{each['host']} {each['value']}" for each in findings if each["area"].startswith("links")]
-    yield Line("links", "; ".join(rates[:3]) or "none measured")
+    rates = [each for each in findings if "bytes_per_second" in each["figures"] and each["name"] == "link"]
+    slowest = min(rates, key=lambda each: each["figures"]["bytes_per_second"])
+    yield Line(f"slowest of {len(rates)} links", f"{slowest['host']}: {slowest['value']}")
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     config = node.config("groups", node.model(LLAMA), FEW, layout, rollout={"tensor_parallel_size": 2})
     found = node.worker("first_messages", NUM_RANKS, config)
     before, after = (f"{size / 2**30:.2f}" for size in found["free"])
-    yield Line("first messages", f"{found['seconds']:.2f} s, free memory {before} GiB before, {after} after")
+    value = f"{found['seconds']:.2f} s, free memory {before} GiB before, {after} after {found['made']} communicators"
+    yield Line("first messages", value)
 
 
 def dense(node: Node) -> Figures:
@@ -115,7 +123,9 @@ def dense(node: Node) -> Figures:
         yield from compared(f"overlap {overlap}", one, found)
 
 
-def compared(name: str, one: dict[str, Any], other: dict[str, Any], most: float = 1e-3, *, weights: bool = True) -> Figures:
+def compared(
+    name: str, one: dict[str, Any], other: dict[str, Any], most: float = 1e-3, *, weights: bool = True
+) -> Figures:
     """most: relative, of what both updates show; of log-probs the mean difference."""
     for metric in ("actor/loss", "actor/grad_norm"):
         pairs = [(a[metric], b[metric]) for a, b in zip(one["metrics"], other["metrics"], strict=True)]
@@ -128,24 +138,26 @@ def compared(name: str, one: dict[str, Any], other: dict[str, Any], most: float 
         assert one["changes"].keys() == other["changes"].keys()
         largest = max(float(x.abs().max()) for x in one["changes"].values())
         far = max(float((x - other["changes"][key]).abs().max()) for key, x in one["changes"].items()) / largest
-        yield Line(f"{name}, changes of weights", f"{far:.1e} of the largest, {largest:.1e}", 0 < largest and far <= most)
+        yield Line(
+            f"{name}, changes of weights", f"{far:.1e} of the largest, {largest:.1e}", 0 < largest and far <= most
+        )
     seconds = other["metrics"][-1]["time/actor_update_seconds"]
     yield Line(f"{name}, update", f"{seconds:.2f} s (one rank {one['metrics'][-1]['time/actor_update_seconds']:.2f})")
 
 
 def engines(node: Node) -> Figures:
-    """Engines of one rank, then of two: summed by vLLM's kernel, by NCCL, by FlashInfer. A run compares the tokens of an
-    engine's ranks itself, and ends where they differ."""
+    """Engines of one rank, then of two: sums by vLLM's kernel, by NCCL, by FlashInfer where it is installed. A run compares
+    the tokens of an engine's ranks itself, and ends where they differ."""
     model, off = node.model(LLAMA), {"engine_arguments": {"disable_custom_all_reduce": True}}
     ways: dict[str, tuple[int, dict[str, Any], dict[str, str]]] = {
         "tp1 x 8": (1, {}, {}),
         "tp2 x 4": (2, {}, {}),
-        "tp2 x 4 by NCCL": (2, off, {}),
-        "tp2 x 4 by FlashInfer": (2, {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}),
+        "tp2 x 4, disable_custom_all_reduce": (2, off, {}),
+        "tp2 x 4, VLLM_ALLREDUCE_USE_FLASHINFER": (2, {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}),
     }
-    for name, (tp, rollout, environment) in ways.items():
+    for number, (name, (tp, rollout, environment)) in enumerate(ways.items()):
         rollout = {"tensor_parallel_size": tp, **rollout}
-        config = node.config(name.replace(" ", "_"), model, MANY, {"tensor_parallel_size": tp}, rollout=rollout)
+        config = node.config(f"engines_{number}", model, MANY, {"tensor_parallel_size": tp}, rollout=rollout)
         yield from generated(node, name, node.run(config, **environment))
 
 
@@ -155,7 +167,9 @@ def generated(node: Node, name: str, found: dict[str, Any]) -> Figures:
     rate = metrics["rollout/throughput_tokens_per_sec"]
     yield _beside(f"{name}, generation of all ranks", f"{rate:,.0f} tokens/s", "29,100 tokens/s of one")
     yield _beside(f"{name}, engine step", f"{found['step ms']:.2f} ms", "9.0 ms of 256 rows")
-    yield _beside(f"{name}, wake and sleep", f"{found['wake ms']:.0f} and {found['sleep ms']:.0f} ms", "27 to 33, 17 to 26")
+    yield _beside(
+        f"{name}, wake and sleep", f"{found['wake ms']:.0f} and {found['sleep ms']:.0f} ms", "27 to 33, 17 to 26"
+    )
     yield Line(f"{name}, bytes lost in five wakes and sleeps", f"{found['lost bytes']:+,}", found["lost bytes"] == 0)
 
 
@@ -174,7 +188,9 @@ def hand_off(node: Node) -> Figures:
         found[name] = node.run(config)
         metrics = found[name]["metrics"]
         yield _log_probs(node, name, metrics)
-        moved = ", ".join(f"{kind} {metrics[f'reshard/bytes_{kind}']:,.0f}" for kind in ("received", "sent", "permuted"))
+        moved = ", ".join(
+            f"{kind} {metrics[f'reshard/bytes_{kind}']:,.0f}" for kind in ("received", "sent", "permuted")
+        )
         value = f"{1e3 * metrics['reshard/seconds']:.1f} ms; bytes {moved}"
         yield _beside(f"{name}, hand-off", value, "2.1 to 3.4 ms for 403 MB permuted")
     pairs = list(zip(found["in place"]["tokens"], found["gathered"]["tokens"], strict=True))
@@ -248,8 +264,9 @@ STEPS: dict[str, tuple[Callable[[Node], Figures], float]] = {  # and its minutes
 
 
 def main(name: str, folder: Path, *, tiny: bool) -> None:
+    step, minutes = STEPS[name]
     with (folder / f"{name}.jsonl").open("w") as file:
-        for line in STEPS[name][0](Node(folder, tiny=tiny)):
+        for line in step(Node(folder, tiny=tiny, seconds=60 * minutes - STACKS_SECONDS)):
             print(json.dumps(line), file=file, flush=True)
 
 

@@ -26,6 +26,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
+from hybridflow.placement.margin import GROUP, communicators
 from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext
 from tests.distributed.gather import whole
@@ -56,7 +57,8 @@ def model_in_small(shape: str, directory: Path, changes: dict[str, Any]) -> None
 
 
 def first_messages(config: ExperimentConfig) -> dict[str, Any]:
-    """Free bytes of a device before every group is made, then, and after each has sent something; seconds of that."""
+    """Free bytes of a device before every group has sent something and after, the seconds of that, and how many
+    communicators the plan then counts for rank 0, beside the world's and vLLM's."""
     platform, groups = platforms.start(seed=0), ProcessGroups()
     placed = place(config, platform.world_size)
     dist.all_reduce(torch.zeros(1, device=platform.device))
@@ -66,7 +68,9 @@ def first_messages(config: ExperimentConfig) -> dict[str, Any]:
     started = time.perf_counter()
     warm_up(placed, groups, platform.device)
     platform.synchronize()
-    return {"free": [*free, free_bytes()], "seconds": time.perf_counter() - started}
+    seconds, links = time.perf_counter() - started, set(communicators(placed))
+    made = sum(whose == GROUP and len(ranks) > 1 and platform.rank in ranks for whose, _, ranks in links)
+    return {"free": [*free, free_bytes()], "seconds": seconds, "made": made}
 
 
 def free_bytes() -> int:

@@ -45,7 +45,7 @@ def run(config: Path) -> dict[str, Any]:
                 done = iterate(iteration, *rest)
             found["idle"] = idle_share(kernels_between(profiler, steps))
         if iteration == 1:
-            found["tokens"] = done.batch.input_ids.tolist()
+            found["tokens"] = done.batch.input_ids[done.batch.response_mask].tolist()
         if iteration == TIMED:
             found["step ms"], found["metrics"] = steps.milliseconds(), done.metrics
         return done
