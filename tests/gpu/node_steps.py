@@ -1,6 +1,6 @@
 """The first hour on a node of 8 GPUs: what each step does, and what it looks at. `tests.gpu.node` runs them.
 
-python -m tests.gpu.node_steps STEP FOLDER [--tiny]     a line of FOLDER/STEP.jsonl for each figure, as soon as it is there
+python -m tests.gpu.node_steps STEP FOLDER [--tiny]     a line of FOLDER/STEP.jsonl for each figure that is there
 
 --tiny: the same on CPUs, with tiny models in float32. Rates are told, never judged. In float32 NVIDIA's products take
 all bits. Figures of one H100 are those of docs/explanation/gpus.md, of 2026-11-27.
@@ -26,6 +26,7 @@ STACKS_SECONDS = 45  # before the end of a step, for those of 8 ranks
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 LLAMA, QWEN, MIXTURE = "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b"
 Figures = Iterator[Line]
+Found = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -80,17 +81,17 @@ class Node:
         path.write_text(json.dumps(config))
         return path
 
-    def worker(self, kind: str, num_ranks: int, config: Path) -> dict[str, Any]:
+    def worker(self, kind: str, num_ranks: int, config: Path) -> Found:
         out = config.with_suffix(".pt")
         self.ranks(num_ranks, "node_worker", kind, config, out, **EXACT)
-        found: dict[str, Any] = torch.load(out)
+        found: Found = torch.load(out)
         return found
 
-    def run(self, config: Path, **environment: str) -> dict[str, Any]:
+    def run(self, config: Path, **environment: str) -> Found:
         """Of a whole run on all ranks: `tests.gpu.speed_worker`."""
         out = config.with_suffix(".json")
         self.ranks(NUM_RANKS, "speed_worker", "run", config, out, **environment)
-        found: dict[str, Any] = json.loads(out.read_text())
+        found: Found = json.loads(out.read_text())
         return found
 
 
@@ -123,9 +124,7 @@ def dense(node: Node) -> Figures:
         yield from compared(f"overlap {overlap}", one, found)
 
 
-def compared(
-    name: str, one: dict[str, Any], other: dict[str, Any], most: float = 1e-3, *, weights: bool = True
-) -> Figures:
+def compared(name: str, one: Found, other: Found, most: float = 1e-3, *, weights: bool = True) -> Figures:
     """most: relative, of what both updates show; of log-probs the mean difference."""
     for metric in ("actor/loss", "actor/grad_norm"):
         pairs = [(a[metric], b[metric]) for a, b in zip(one["metrics"], other["metrics"], strict=True)]
@@ -138,16 +137,15 @@ def compared(
         assert one["changes"].keys() == other["changes"].keys()
         largest = max(float(x.abs().max()) for x in one["changes"].values())
         far = max(float((x - other["changes"][key]).abs().max()) for key, x in one["changes"].items()) / largest
-        yield Line(
-            f"{name}, changes of weights", f"{far:.1e} of the largest, {largest:.1e}", 0 < largest and far <= most
-        )
-    seconds = other["metrics"][-1]["time/actor_update_seconds"]
-    yield Line(f"{name}, update", f"{seconds:.2f} s (one rank {one['metrics'][-1]['time/actor_update_seconds']:.2f})")
+        value = f"{far:.1e} apart, relative to the largest, {largest:.1e}"
+        yield Line(f"{name}, changes of weights", value, 0 < largest and far <= most)
+    seconds, alone = (found["metrics"][-1]["time/actor_update_seconds"] for found in (other, one))
+    yield Line(f"{name}, update", f"{seconds:.2f} s (one rank {alone:.2f})")
 
 
 def engines(node: Node) -> Figures:
-    """Engines of one rank, then of two: sums by vLLM's kernel, by NCCL, by FlashInfer where it is installed. A run compares
-    the tokens of an engine's ranks itself, and ends where they differ."""
+    """Engines of one rank, then of two: sums by vLLM's kernel, by NCCL, by FlashInfer where it is installed. A run
+    compares the tokens of an engine's ranks itself, and ends where they differ."""
     model, off = node.model(LLAMA), {"engine_arguments": {"disable_custom_all_reduce": True}}
     ways: dict[str, tuple[int, dict[str, Any], dict[str, str]]] = {
         "tp1 x 8": (1, {}, {}),
@@ -161,15 +159,14 @@ def engines(node: Node) -> Figures:
         yield from generated(node, name, node.run(config, **environment))
 
 
-def generated(node: Node, name: str, found: dict[str, Any]) -> Figures:
+def generated(node: Node, name: str, found: Found) -> Figures:
     metrics = found["metrics"]
     yield _log_probs(node, name, metrics)
     rate = metrics["rollout/throughput_tokens_per_sec"]
     yield _beside(f"{name}, generation of all ranks", f"{rate:,.0f} tokens/s", "29,100 tokens/s of one")
     yield _beside(f"{name}, engine step", f"{found['step ms']:.2f} ms", "9.0 ms of 256 rows")
-    yield _beside(
-        f"{name}, wake and sleep", f"{found['wake ms']:.0f} and {found['sleep ms']:.0f} ms", "27 to 33, 17 to 26"
-    )
+    value = f"{found['wake ms']:.0f} and {found['sleep ms']:.0f} ms"
+    yield _beside(f"{name}, wake and sleep", value, "27 to 33 and 17 to 26 ms")
     yield Line(f"{name}, bytes lost in five wakes and sleeps", f"{found['lost bytes']:+,}", found["lost bytes"] == 0)
 
 
@@ -188,9 +185,8 @@ def hand_off(node: Node) -> Figures:
         found[name] = node.run(config)
         metrics = found[name]["metrics"]
         yield _log_probs(node, name, metrics)
-        moved = ", ".join(
-            f"{kind} {metrics[f'reshard/bytes_{kind}']:,.0f}" for kind in ("received", "sent", "permuted")
-        )
+        kinds = ("received", "sent", "permuted")
+        moved = ", ".join(f"{kind} {metrics[f'reshard/bytes_{kind}']:,.0f}" for kind in kinds)
         value = f"{1e3 * metrics['reshard/seconds']:.1f} ms; bytes {moved}"
         yield _beside(f"{name}, hand-off", value, "2.1 to 3.4 ms for 403 MB permuted")
     pairs = list(zip(found["in place"]["tokens"], found["gathered"]["tokens"], strict=True))
@@ -199,7 +195,7 @@ def hand_off(node: Node) -> Figures:
 
 
 def mixture(node: Node) -> Figures:
-    """Tokens that travel to experts of 8 ranks, against one rank; then all tokens alike, which leave ranks without any."""
+    """Tokens that travel to experts of 8 ranks, against one rank; then all alike, which leave ranks without any."""
     model = node.model(MIXTURE, num_hidden_layers=2)
     dispatched = {"expert_parallel_size": NUM_RANKS, "token_dispatcher": "alltoall", "dtype": "float32"}
     for kind, name in (("updates", "ep 8"), ("updates_on_one_token", "ep 8, one token")):
@@ -223,7 +219,7 @@ def context(node: Node) -> Figures:
 
 def larger(node: Node) -> Figures:
     """GRPO of an 8B shape, with segments of memory that grow and without."""
-    model, layout = node.model(QWEN), {"tensor_parallel_size": 2, "micro_batch_tokens": 16384}
+    model, layout = node.model(QWEN), {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": "selective"}
     for expandable in (False, True):
         name, iterations = f"expandable segments {expandable}", 2 if node.tiny else 4
         keys = {"expandable_segments": expandable, "num_iterations": iterations}
