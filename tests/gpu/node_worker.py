@@ -1,6 +1,6 @@
 """What the ranks of `tests.gpu.node_steps` do, beside whole runs (`tests.gpu.speed_worker`).
 
-torchrun --nproc-per-node N -m tests.gpu.node_worker model|model_in_small SHAPE DIRECTORY CHANGES
+torchrun --nproc-per-node N -m tests.gpu.node_worker model SHAPE DIRECTORY CHANGES
 torchrun --nproc-per-node N -m tests.gpu.node_worker first_messages|updates|updates_on_one_token CONFIG OUT
 """
 
@@ -32,28 +32,18 @@ from hybridflow.roles.base import RunContext
 from tests.distributed.gather import whole
 from tests.distributed.given import given_roles, given_run
 from tests.forks import ROOT
-from tests.tiny_models import make_checkpoints, make_tokenizer
+from tests.tiny_models import make_tokenizer
 
 NUM_UPDATES = 2
 
 
 def model(shape: str, directory: Path, changes: dict[str, Any]) -> None:
     """Random weights of a shape under configs/shapes. In a process of its own: what it takes of a GPU is given back."""
-    config = AutoConfig.from_pretrained(ROOT / "configs" / "shapes" / shape)
-    config.update({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, **changes})
+    published = json.loads((ROOT / "configs" / "shapes" / shape / "config.json").read_text())
+    config = AutoConfig.for_model(**published | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3} | changes)
     with torch.device("cuda" if uses_cuda() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
-
-
-def model_in_small(shape: str, directory: Path, changes: dict[str, Any]) -> None:
-    """Of the same family: four layers, eight experts."""
-    family = json.loads((ROOT / "configs" / "shapes" / shape / "config.json").read_text())["model_type"]
-    changes = {"num_experts": 8} if family == "qwen3_moe" else {}
-    made = make_checkpoints(
-        directory.with_suffix(".made"), family=family, tied=False, head_dim=32, num_layers=4, changes=changes
-    )
-    (made / "policy").rename(directory)
 
 
 def first_messages(config: ExperimentConfig) -> dict[str, Any]:
@@ -128,10 +118,8 @@ def responses(config: ExperimentConfig, vocab_size: int, *, one_token: bool) -> 
 
 
 def main(kind: str, *arguments: str) -> None:
-    if kind.startswith("model"):
-        shape, directory, changes = arguments
-        {"model": model, "model_in_small": model_in_small}[kind](shape, Path(directory), json.loads(changes))
-        return
+    if kind == "model":
+        return model(arguments[0], Path(arguments[1]), json.loads(arguments[2]))
     config = ExperimentConfig.from_yaml(arguments[0])
     if kind == "first_messages":
         found = first_messages(config)
