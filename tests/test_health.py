@@ -242,6 +242,16 @@ def test_every_link_is_measured(four_hosts: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.distributed
+def test_every_group_of_the_run_is_made(four_hosts: Path) -> None:
+    """The actor has tp 2 and dp 4, the critic dp 8; all ranks are one group of several roles, but not of the world."""
+    found = [f for f in reports(four_hosts, "inputs")[0].findings if f.area == "groups"]
+    assert [f.name for f in found] == ["0-7", "0-1, ...", "0,2,4,6, ...", "0-7", "0-1, ..."]
+    assert [f.value.partition(":")[0] for f in found][1:3] == ["4 of 2 ranks", "2 of 4 ranks"]
+    assert all(f.figures["bytes"] is None and 0 < f.figures["seconds"] < 60 for f in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
 def test_a_rank_that_answers_late_is_named_and_learns_the_result(four_hosts: Path) -> None:
     first, *others = reports(four_hosts, "late")
     assert others == [first] * 7

@@ -55,8 +55,8 @@ TABLE: tuple[ChangeRule, ...] = (
         "the same mathematics, summed in another order: equal up to rounding",
     ),
     _rule(
-        "TRAINED.recompute TRAINED.offload_optimizer TRAINED.offload_gradients TRAINED.optimizer.zero1 "
-        "MODEL.megatron_arguments MODEL.megatron_arguments.*",
+        "TRAINED.recompute TRAINED.offload_optimizer TRAINED.offload_gradients TRAINED.optimizer.zero1 TRAINED.overlap "
+        "expandable_segments MODEL.megatron_arguments MODEL.megatron_arguments.*",
         FREE,
         FREE,
         "memory against time",
@@ -77,7 +77,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "how old rollouts are that are trained on; what was generated ahead is dropped",
     ),
     _rule(
-        "rollout.* rollout.engine_arguments.*",
+        "rollout.* rollout.engine_arguments.* rollout.engine_arguments.compilation_config.*",
         FREE,
         FREE,
         "how the engine works; its weights come from the actor each time",

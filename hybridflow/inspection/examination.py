@@ -14,6 +14,7 @@ from hybridflow import __version__
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
+from hybridflow.inspection.groups import group_finding, memory_finding, rounds_of
 from hybridflow.inspection.hosts import hosts_of, missing_findings
 from hybridflow.inspection.machine import DeviceFacts, device_findings
 from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
@@ -29,8 +30,9 @@ from hybridflow.inspection.verdicts import (
 )
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.rank0_commands import Answer, CommandLeader, Order
-from hybridflow.parallel.ranks import counted
+from hybridflow.parallel.ranks import counted, shown
 from hybridflow.parallel.torchrun import Started
+from hybridflow.placement.placed import place_either
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
@@ -70,6 +72,7 @@ class Examination:
         self._measure_all_ranks()
         if config is not None:
             self._fit(config)
+            self._make_groups(config)
         self._name_missing()
         first = self._facts.get(0, {})
         return HealthReport(
@@ -245,6 +248,24 @@ class Examination:
             if finding.name == "free space"
         }
         self._findings += fit_findings(config, self._started.world_size, self._hosts, Free(gpus, memory, disk))
+
+    def _make_groups(self, config: AnyConfig) -> None:
+        """Those of the run, one kind after the other. Not where the config does not fit, or a rank is missing."""
+        layouts = [finding.status for finding in self._findings if (finding.area, finding.name) == ("plan", "layout")]
+        if self._leader.missing or layouts != ["ok"]:
+            return
+        first, last = dict[int, Answer](), dict[int, Answer]()
+        for made in rounds_of(place_either(config, self._started.world_size, cuda=uses_cuda())):
+            orders = {rank: order for ranks in made for order in [self._order("make_group", ranks)] for rank in ranks}
+            answers = self._leader.ask(orders, ROUND_SECONDS)
+            for ranks in made:
+                if (error := _error(answers, ranks)) is not None:
+                    self._findings.append(Finding("groups", shown(ranks), "all", error, "fail", advice=DEAD))
+                    return  # later groups have these ranks, too
+            self._findings.append(group_finding(made, answers))
+            first, last = {**answers, **first}, {**last, **answers}
+        memory = memory_finding(first, last)
+        self._findings += [] if memory is None else [memory]
 
     def _name_missing(self) -> None:
         nodes = {host.node: host.name for host in self._hosts}

@@ -53,10 +53,12 @@ class Participant:
         self._device_error = _choose_device(self.config)
         self._facts: dict[str, Any] = {}
         self._until = 0.0
+        self._kept: list[StandaloneGroup] = []
 
     def perform(self, order: Order) -> Answer:
         """What an order asks for; {"error": ...} where that raises."""
         acts = {"greet": self._greet, "look": self._look, "link": self._link, "all_reduce": self._all_reduce}
+        acts["make_group"] = self._make_group
         doing(self._store, self._started.rank, f"in {order['act']}")
         try:
             return acts[order["act"]](order)
@@ -166,6 +168,21 @@ class Participant:
             return {"bus_rate": bus_rate, "seconds": seconds}
 
         return _given_up(measure)
+
+    def _make_group(self, order: Order) -> Answer:
+        """And keep it, as a run does: what it takes stays taken."""
+
+        def measure() -> Answer:
+            before, began = self._free_bytes(), time.perf_counter()
+            group = self._group(order)
+            group.all_reduce(torch.zeros(1, device=group.device))
+            self._kept.append(group)
+            return {"seconds": time.perf_counter() - began, "free_before": before, "free_after": self._free_bytes()}
+
+        return _given_up(measure)
+
+    def _free_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self._started.local_rank)[0]) if uses_cuda() else None
 
     def _group(self, order: Order) -> StandaloneGroup:
         ranks: list[int] = order["ranks"]

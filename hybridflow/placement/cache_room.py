@@ -52,13 +52,13 @@ def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCach
     """
     if run.kv_cache.is_given:
         return run.kv_cache
-    return run.kv_cache.within(min(bytes_left(run, memory), free - beside - reserve(run)))
+    return run.kv_cache.within(min(bytes_left(run, memory), free - beside - reserve(run, warmed=True)))
 
 
-def reserve(run: PlacedRun) -> int:
-    """Bytes for libraries, on the rank of the engine that has most of them."""
-    margin = Margins(run)
-    return max(margin(rank).total for rank in run.rollout.ranks)
+def reserve(run: PlacedRun, *, warmed: bool = False) -> int:
+    """Bytes for libraries, on the rank of the engine that has most of them. warmed: context and groups are there."""
+    margins = [Margins(run)(rank) for rank in run.rollout.ranks]
+    return max(margin.graphs + margin.workspaces if warmed else margin.total for margin in margins)
 
 
 def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, Any]:

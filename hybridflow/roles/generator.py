@@ -18,7 +18,6 @@ from hybridflow.architecture.weights import frozen_weights
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.models.layer_specs import DTYPES
-from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
@@ -33,6 +32,7 @@ from hybridflow.reshard.plan import plan_reshard
 from hybridflow.roles.engine_replica import ReleasingListener, check_drawn
 from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
+from hybridflow.roles.warm_up import warm_up
 from hybridflow.rollout.adapters import engine_adapters
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import (

@@ -22,7 +22,6 @@ from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
 from hybridflow.formats.weights_digest import base_digest
-from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -39,6 +38,7 @@ from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import TrainedRewardModel
+from hybridflow.roles.warm_up import warm_up
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.loop import checkpoint_manager_of, lost, save_whole, start, start_notes, train, warmup_notes
 

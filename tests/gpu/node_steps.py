@@ -100,22 +100,19 @@ class Node:
 
 
 def links(node: Node) -> Figures:
-    """`hybridflow health`, then the first message of every group."""
-    path = node.folder / "health.json"
-    launch.torchrun(NUM_RANKS, "-m", "hybridflow.health", "--json", path, check=False)
+    """`hybridflow health` with a config, of which it makes all groups and tells what these take."""
+    layout, path = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, node.folder / "health.json"
+    config = node.config("groups", node.model(LLAMA), FEW, layout, rollout={"tensor_parallel_size": 2})
+    launch.torchrun(NUM_RANKS, "-m", "hybridflow.health", config, "--json", path, check=False)
     findings = json.loads(path.read_text())["findings"]
-    bad = [f"{each['area']}, {each['name']}, {each['host']}: {each['value']}" for each in findings]
-    bad = [text for text, each in zip(bad, findings, strict=True) if each["status"] == "fail"]
+    bad = [f"{each['area']}, {each['name']}: {each['value']}" for each in findings if each["status"] == "fail"]
     yield Line("health", "; ".join(bad) or f"{len(findings)} lines, none fails", not bad)
-    rates = [each for each in findings if "bytes_per_second" in each["figures"] and each["name"] == "link"]
+    rates = [each for each in findings if each["name"] == "link" and each["figures"]]
     slowest = min(rates, key=lambda each: each["figures"]["bytes_per_second"])
     yield Line(f"slowest of {len(rates)} links", f"{slowest['host']}: {slowest['value']}")
-    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    config = node.config("groups", node.model(LLAMA), FEW, layout, rollout={"tensor_parallel_size": 2})
-    found = node.worker("first_messages", NUM_RANKS, config)
-    before, after = (f"{size / 2**30:.2f}" for size in found["free"])
-    value = f"{found['seconds']:.2f} s, free memory {before} GiB before, {after} after {found['made']} communicators"
-    yield Line("first messages", value)
+    for each in findings:
+        if each["area"] == "groups":
+            yield Line(f"groups, {each['name']}", each["value"])
 
 
 def dense(node: Node) -> Figures:

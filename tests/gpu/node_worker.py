@@ -1,16 +1,14 @@
 """What the ranks of `tests.gpu.node_steps` do, beside whole runs (`tests.gpu.speed_worker`).
 
 torchrun --nproc-per-node N -m tests.gpu.node_worker model SHAPE DIRECTORY CHANGES
-torchrun --nproc-per-node N -m tests.gpu.node_worker first_messages|updates|updates_on_one_token CONFIG OUT
+torchrun --nproc-per-node N -m tests.gpu.node_worker updates|updates_on_one_token CONFIG OUT
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,12 +19,10 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.models.expert_dispatch import Arrived
 from hybridflow.models.experts import Experts
-from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.grid import Grid, ProcessGroups
-from hybridflow.placement.margin import GROUP, communicators
+from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext
 from tests.distributed.gather import whole
@@ -44,27 +40,6 @@ def model(shape: str, directory: Path, changes: dict[str, Any]) -> None:
     with torch.device("cuda" if uses_cuda() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
-
-
-def first_messages(config: ExperimentConfig) -> dict[str, Any]:
-    """Free bytes of a device before every group has sent something and after, the seconds of that, and how many
-    communicators the plan then counts for rank 0, beside the world's and vLLM's."""
-    platform, groups = platforms.start(seed=0), ProcessGroups()
-    placed = place(config, platform.world_size)
-    dist.all_reduce(torch.zeros(1, device=platform.device))
-    free = [free_bytes()]
-    for each in placed.models.values():
-        Grid.build(each.layout, groups)
-    started = time.perf_counter()
-    warm_up(placed, groups, platform.device)
-    platform.synchronize()
-    seconds, links = time.perf_counter() - started, set(communicators(placed))
-    made = sum(whose == GROUP and len(ranks) > 1 and platform.rank in ranks for whose, _, ranks in links)
-    return {"free": [*free, free_bytes()], "seconds": seconds, "made": made}
-
-
-def free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if uses_cuda() else int(psutil.virtual_memory().available)
 
 
 def updates(config: ExperimentConfig, *, one_token: bool = False) -> dict[str, Any]:
@@ -120,11 +95,7 @@ def responses(config: ExperimentConfig, vocab_size: int, *, one_token: bool) -> 
 def main(kind: str, *arguments: str) -> None:
     if kind == "model":
         return model(arguments[0], Path(arguments[1]), json.loads(arguments[2]))
-    config = ExperimentConfig.from_yaml(arguments[0])
-    if kind == "first_messages":
-        found = first_messages(config)
-    else:
-        found = updates(config, one_token=kind == "updates_on_one_token")
+    found = updates(ExperimentConfig.from_yaml(arguments[0]), one_token=kind == "updates_on_one_token")
     if dist.get_rank() == 0:
         torch.save(found, arguments[1])
     platforms.stop()

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import fused_a2a
 from torch import Tensor
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.models import expert_dispatch
+from hybridflow.models import expert_dispatch, layer_classes
 from hybridflow.models.deep_ep import DeepEP, why_not_deep_ep
 from hybridflow.models.expert_dispatch import AllToAll, TokenDispatcher
 from hybridflow.models.expert_rows import KernelsByTorch
@@ -148,6 +148,8 @@ def main(out: Path) -> None:
         found["refused"] = str(problem)
     sys.path.insert(0, str(SIMULATED))
     importlib.reload(fused_a2a)
+    with mock.patch.object(layer_classes, "uses_cuda", lambda: True):  # and DeepEP is there
+        found["auto on GPUs"] = type(token_dispatcher(narrow, grid, "auto")).__name__
     found["reasons"] = [
         why_not_deep_ep(*args)
         for args in (

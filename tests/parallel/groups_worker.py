@@ -12,11 +12,11 @@ import torch.distributed as dist
 import vllm.distributed.parallel_state as state
 
 from hybridflow.errors import DisagreementError
-from hybridflow.models.warm_up import warm_up
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.roles.engine_replica import check_drawn
+from hybridflow.roles.warm_up import warm_up
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 
 RANKS = (0, 1, 2, 3)
