@@ -3,8 +3,8 @@
 python -m tests.gpu.speed_worker run CONFIG OUT
 python -m tests.gpu.speed_worker plain CONFIG OUT
 
-On a GPU also the share of time without a kernel, by torch's profiler. The iterations: one to warm up, one that is
-timed, and on a GPU one that is profiled.
+On one GPU also the share of time without a kernel, by torch's profiler. The iterations: one to warm up, one that is
+timed, and there one that is profiled.
 """
 
 import json
@@ -38,7 +38,7 @@ def run(config: Path) -> dict[str, Any]:
 
     def watched(iteration: int, *rest: Any) -> Any:
         steps.begin()
-        if iteration != PROFILED or not uses_cuda():
+        if iteration != PROFILED or not uses_cuda() or trainer.platform.world_size > 1:
             done = iterate(iteration, *rest)
         else:
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
