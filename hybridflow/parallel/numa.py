@@ -3,14 +3,13 @@ optimizer states and checkpoints through the other socket. torchrun's own --numa
 """
 
 import os
-from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 SYSTEM = Path("/sys")
 
 
-def bind_beside(gpu: Any, *, bind: Callable[[Set[int]], object] | None = None, system: Path = SYSTEM) -> None:
+def bind_beside(gpu: Any, *, system: Path = SYSTEM) -> None:
     """Keep this process, and what it starts, on the cores of the GPU's NUMA node. Before other threads begin.
 
     Nothing where the system tells no node, or where a scheduler has given the process no core of that node.
@@ -24,11 +23,7 @@ def bind_beside(gpu: Any, *, bind: Callable[[Set[int]], object] | None = None, s
         return
     allowed = os.sched_getaffinity(0)
     if cores & allowed:
-        (bind or _bind)(cores & allowed)
-
-
-def _bind(cores: Set[int]) -> None:
-    os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, cores & allowed)
 
 
 def _numbers(text: str) -> set[int]:
