@@ -72,6 +72,12 @@ def load(**changes: Any) -> ExperimentConfig:
 # ------------------------------------------------------------------------------------------------ what is accepted
 
 
+def test_the_reward_functions_of_a_run_judge_where_nothing_else_does() -> None:
+    evaluated = {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl"}
+    assert load(**evaluated).reward_functions_judge
+    assert not load(**evaluated, **{"metrics.eval_reward": "m:f"}).reward_functions_judge
+
+
 def test_a_minimal_config_gets_the_defaults(config_file) -> None:
     config = ExperimentConfig.from_yaml(config_file())
     assert config.seed == 0
@@ -371,11 +377,11 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
         ),
         (
             {"metrics.eval_interval": 5},
-            ["metrics.eval_interval = 5 needs data.heldout and metrics.eval_reward"],
+            ["metrics.eval_interval = 5 needs data.heldout"],
         ),
         (
-            {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl"},
-            ["metrics.eval_interval = 5 needs data.heldout and metrics.eval_reward"],
+            {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl", "reward": {"models": REWARD_MODELS}},
+            ["metrics.eval_interval = 5 needs metrics.eval_reward, or functions in reward"],
         ),
         (
             {"data.heldout": {"a": {"files": "a.jsonl", "interval": 5}}},

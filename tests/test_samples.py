@@ -53,6 +53,15 @@ def test_an_iteration_by_its_number(run: Path, capsys: pytest.CaptureFixture) ->
     assert "--iteration 7: has none; there are iterations 1 to 2" in capsys.readouterr().err
 
 
+def test_a_response_that_was_cut_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [{"iteration": 1, "prompt": "p", "response": text, "score": 0.0} for text in ("23 + 45 is", "68")]
+    rows[0]["truncated"] = True
+    (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "23 + 45 is [cut here: sampling.max_response_length]" in shown and shown.count("cut here") == 1
+
+
 def sample(score: float | None) -> ShownSample:
     return ShownSample(1, "p", "r", score, {})
 

@@ -23,6 +23,7 @@ from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.refused import REFUSED
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
@@ -308,7 +309,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         run = [near.parent for place in OF_A_RUN for near in sorted(file.parent.glob(f"{place}/config.json"))[-1:]]
         hint = f", and this is a run's: {run[0]} is one" if run else ""
+        hint += gguf_hint(file.parent)
         raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory{hint}") from error
+    except NotADirectoryError as error:
+        raise CheckpointError(f"{file.parent}: is no directory{gguf_hint(file.parent)}") from error
     except OSError as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
     return parse_json(text, f"{file}: is not JSON: ")

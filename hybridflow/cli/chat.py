@@ -26,6 +26,7 @@ from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
 from hybridflow.config.hub import fetched, is_hub_name
 from hybridflow.errors import RunDirError, UserError
+from hybridflow.formats.gguf_files import gguf_hint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +103,8 @@ def model_directory(given: Path) -> Path:
         if actor is None:
             raise RunDirError(f"{given}: the run has written no model yet, and has no checkpoint of an actor")
         return actor
-    raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
+    what = "is neither a run's directory nor a model's: no config.yaml and no config.json"
+    raise RunDirError(f"{given}: {what}{gguf_hint(given)}")
 
 
 def _last_actor(run: Path) -> Path | None:

@@ -14,6 +14,10 @@ The adapters of a run with actor.lora become a directory of PEFT, and a director
     hybridflow convert megatron-to-peft runs/math/checkpoints/step_000100/actor models/math-lora
     hybridflow convert peft-to-hf       models/math-lora models/math-merged --base models/Qwen2.5-7B
 
+A GGUF file becomes a HuggingFace directory, with the package gguf:
+
+    hybridflow convert gguf-to-hf       models/SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M
+
 Several processes convert together, with the same result:
 
     torchrun --nproc-per-node 8 -m hybridflow convert hf-to-megatron SRC DST
@@ -131,6 +135,22 @@ def _to_peft(options: argparse.Namespace, processes: "Processes", console: Conso
     return 0
 
 
+def _from_gguf(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    import torch
+
+    from hybridflow.convert.from_gguf import from_gguf
+
+    from_gguf(
+        options.source,
+        options.target,
+        dtype=getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+        processes=processes,
+        console=console,
+    )
+    return 0
+
+
 def _verify(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
     from hybridflow.convert.verify import huggingface_first, verify
     from hybridflow.errors import UserError
@@ -174,6 +194,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_to_huggingface(commands)
     _add_peft_to_huggingface(commands)
     _add_to_peft(commands)
+    _add_from_gguf(commands)
     _add_verify(commands)
     _add_show(commands)
     return parser.parse_args(arguments)
@@ -257,6 +278,18 @@ def _add_to_peft(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_paths(command, "runs/NAME/checkpoints/STEP/actor")
     command.set_defaults(run=_to_peft)
+
+
+def _add_from_gguf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("gguf-to-hf", help="GGUF file to HuggingFace directory")
+    command.description = (
+        "Write DST, a directory that transformers, vLLM and hybridflow load, from SRC, a GGUF file of llama.cpp. "
+        "Blocks of a quantized file become plain numbers. What quantization has lost stays lost. DST gets the file's "
+        "tokenizer and chat template."
+    )
+    _add_paths(command, "GGUF file")
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of DST (default: bfloat16)")
+    command.set_defaults(run=_from_gguf)
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -52,6 +52,7 @@ from hybridflow.config.evaluation import MAX_TOKENS, bare_tree, evaluation_tree
 from hybridflow.config.files import as_yaml, read_tree, read_value
 from hybridflow.config.hub import fetch_models, fetched, is_hub_name, use_variables
 from hybridflow.errors import CheckpointError, ConfigError, Reasons, RunDirError, UserError
+from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.user_code import search_beside
 
 EVALUATIONS = "eval"
@@ -211,6 +212,7 @@ def _evaluated(path: Path, given: str, checkpoint: int | None) -> EvaluatedModel
         return EvaluatedModel(given, re.sub(r"[^\w.-]+", "--", given), None, adapter=adapter)
     raise RunDirError(
         f"{given}: is neither a run's directory nor a model's, and no name on the Hub such as openai/gsm8k"
+        f"{gguf_hint(path)}"
     )
 
 

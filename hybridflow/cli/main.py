@@ -29,6 +29,7 @@ COMMANDS = {
     "convert": ("hybridflow.cli.convert", "convert models between HuggingFace and megatron-core"),
     "env": ("hybridflow.cli.env", "print releases, machine and variables for a bug report"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),
+    "make-sums": ("hybridflow.examples.sums.make_sums", "make the input of configs/smollm2_sums.yaml"),
 }
 SUFFIXES = (".yaml", ".yml")
 

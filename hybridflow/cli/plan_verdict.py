@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, TypeVar
 
 from hybridflow.config import RunConfig
+from hybridflow.parallel.ranks import counted
 from hybridflow.placement.verdict import Change, verdict
 
 if TYPE_CHECKING:
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 Config = TypeVar("Config", bound=RunConfig)
-UNKNOWN = "No verdict: no device memory is known. Give --memory-gib, --profile, or device_profile in the config."
+OTHERS = "For GPUs give --memory-gib, --profile, or device_profile in the config."
+UNKNOWN = f"No verdict: no device memory is known. {OTHERS}"
 
 
 def known_facts(options: argparse.Namespace, config: RunConfig, default_profile: str) -> "Facts | None":
@@ -37,9 +39,10 @@ def on_devices_of(config: Config, facts: "Facts | None") -> Config:
 
 
 def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Report":
-    """fits: None where no memory is known."""
+    """fits: None where no device is named: a config may be meant for other machines than this one."""
     if facts is None:
-        return {"fits": None, "line": UNKNOWN}
+        here = _of_this_machine(run)
+        return {"fits": None, "line": f"{here}{OTHERS}" if here else UNKNOWN}
     found = verdict(run, max(0, facts.memory_bytes - facts.margin_bytes))
     fullest = found.fullest
     report: Report = {
@@ -64,6 +67,18 @@ def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Re
             found.alone, found.together, found.ranks, run.world_size
         )
     return {**report, "line": line}
+
+
+def _of_this_machine(run: "PlacedRun | PlacedFixed") -> str:
+    """What the memory of this machine, which has no GPU, means for the run; nothing where the run asks for GPUs."""
+    from hybridflow.trainers.auto import facts_of, memory_here
+
+    if run.cuda or run.config.platform == "cuda":
+        return ""
+    facts = facts_of({"device_profile": None}, memory_here(run.world_size))
+    ranks = counted(run.world_size)
+    each = f"{_gib(facts.memory_bytes)} GiB of memory for {'each of ' if run.world_size > 1 else ''}{ranks}"
+    return f"This machine has no GPU, and {each}. {verdict_report(run, facts)['line']} "
 
 
 def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | None, world_size: int) -> str:

@@ -26,6 +26,7 @@ from hybridflow.errors import DataError, UserError
 from hybridflow.recording.marked_turns import Turn, marked
 
 WIDTH = 112  # columns of a pipe
+CUT = " [cut here: sampling.max_response_length]"
 MOST_SHOWN = 200  # characters of a column
 STYLES = {"best": "green", "worst": "red", "random": "blue", "held-out": "cyan"}
 
@@ -43,6 +44,7 @@ class ShownSample:
     heldout: bool = False
     set: str = ""
     turns: Sequence[Turn] = ()
+    truncated: bool = False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,6 +142,7 @@ def _sample(line: bytes, where: str) -> ShownSample:
         heldout=heldout,
         set=str(tree.get("set", "")),
         turns=turns,
+        truncated=tree.get("truncated") is True,
     )
 
 
@@ -149,6 +152,8 @@ def _panel(kind: str, style: str, sample: ShownSample) -> Panel:
     text.append("\n")
     for turn in sample.turns or [Turn(by="model", text=sample.response)]:
         text.append(_readable(marked([turn])), style="bold" if turn["by"] == "model" else "italic")
+    if sample.truncated:
+        text.append(CUT, style="italic")
     for name, value in sample.columns.items():
         text.append(f"\n{name}: {_readable(shown(value, MOST_SHOWN))}", style="dim")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())

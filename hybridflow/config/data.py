@@ -288,8 +288,9 @@ class DataConfig(FilesConfig):
     are {math: {files: math.jsonl, samples: 16, temperature: 1.0}, code: {files: code.jsonl}}."""
     prompt_key: str = "prompt"
     """The column that holds the prompt. Of tasks of reasoning-gym with chat_template: messages."""
-    chat_template: bool = False
-    """Whether the tokenizer's chat template renders the prompt: a list of messages, or a text, the user's message."""
+    chat_template: bool | None = None
+    """Whether the tokenizer's chat template renders prompts: lists of messages, and texts as the user's message. null:
+    true where the first row of train has messages, or with an environment; else false."""
     prompts_per_iteration: PositiveInt
     """Prompts of an iteration, over all ranks."""
     max_prompt_length: PositiveInt
@@ -322,7 +323,10 @@ class DataConfig(FilesConfig):
     @classmethod
     def _messages_of_tasks(cls, given: Any) -> Any:
         """Rows of tasks have the question as a text and as messages; a chat template takes the latter."""
-        if isinstance(given, dict) and given.get("chat_template") and is_tasks(given.get("train")):
+        if not isinstance(given, dict) or not is_tasks(given.get("train")):
+            return given
+        asked = given.get("chat_template")
+        if asked or (asked is None and given.get("environment") is not None):
             return {"prompt_key": "messages", **given}
         return given
 
@@ -341,9 +345,9 @@ class DataConfig(FilesConfig):
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
-        if self.environment is not None and not self.chat_template:
+        if self.environment is not None and self.chat_template is False:
             named = self.environment.field.removeprefix("data.")
-            raise ValueError(f"{named}: turns are messages: set chat_template: true")
+            raise ValueError(f"{named}: turns are messages: leave out chat_template: false")
         return self
 
     @model_validator(mode="after")

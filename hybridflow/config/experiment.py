@@ -70,13 +70,26 @@ class ExperimentConfig(RunConfig):
         self._check_evaluation()
         return self
 
+    @property
+    def reward_functions_judge(self) -> bool:
+        """Whether nothing else says what is right in evaluations: the weighted sum of reward.functions and .remote."""
+        named = self.reward is not None and bool(self.reward.functions or self.reward.remote)
+        return named and self.metrics.eval_reward is None and self.data.environment is None
+
+    def with_chat_template(self, known: bool) -> "ExperimentConfig":
+        """With what data.chat_template = null has come to, which the run's directory and checkpoints then say."""
+        data = self.data.model_copy(update={"chat_template": known})
+        return self.model_copy(update={"data": data})
+
     def _check_evaluation(self) -> None:
         profile = self.metrics.profile
         if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
-        every, judges = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
-        if every and not (self.data.heldout and judges):
-            raise ValueError(f"metrics.eval_interval = {every} needs data.heldout and metrics.eval_reward")
+        every, named = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
+        if every and not self.data.heldout:
+            raise ValueError(f"metrics.eval_interval = {every} needs data.heldout")
+        if every and named is None and not self.reward_functions_judge:
+            raise ValueError(f"metrics.eval_interval = {every} needs metrics.eval_reward, or functions in reward")
         for name, each in self.data.heldout_sets.items():
             key = f"data.heldout.{name}.interval = {each.interval}"
             if each.interval is not None and not every:

@@ -96,9 +96,9 @@ class MetricsConfig(Section):
     """Iterations between evaluations on data.heldout. 0: no evaluation."""
     eval_reward: EvalRewardKey | None = None
     """The reward function whose score says what is right in eval/accuracy. A text names the function alone; a section
-    adds arguments. null: the weighted sum of data.environment."""
+    adds arguments. null: the weighted sum of data.environment, else of the functions in the section reward."""
     eval_threshold: FiniteFloat = 1.0
-    """The least score that counts as right in eval/accuracy: of eval_reward, or of data.environment."""
+    """The least score that counts as right in eval/accuracy: of eval_reward, or of what judges without one."""
     num_samples: NonNegativeInt = 4
     """Responses per iteration in samples.jsonl. 0: none."""
     num_groups: NonNegativeInt = 0

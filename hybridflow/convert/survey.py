@@ -21,6 +21,7 @@ from hybridflow.architecture.wrapper import VISION
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import is_distributed
+from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.safetensors_files import TensorInfo, check_readable
 
 MAX_LISTED = 20
@@ -70,7 +71,7 @@ def fold(name: str) -> str:
 def open_survey(path: Path) -> Survey:
     """Of either kind of directory. Errors: CheckpointError where it cannot be read at all."""
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory")
+        raise CheckpointError(f"{path}: no such directory{gguf_hint(path)}")
     spec = read_spec(path)
     return survey(open_checkpoint(path, spec), spec)
 

@@ -15,10 +15,12 @@ from hybridflow.config.data import DataConfig, DataFiles, heldout_key
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
+from hybridflow.data.first_rows import renders
 from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.data.same_tokens import tokenizer_notes
+from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import prompt_summary
@@ -37,6 +39,7 @@ class Inputs:
     ending: str | None  # what to know of responses that nothing ends before the limit
     tokenizers: list[str]  # what to know of the models' tokenizers
     texts: ResponseTexts
+    chat_template: bool  # whether the chat template renders prompts
     environment: EnvironmentInputs | AgentInputs | None = None
 
     @property
@@ -65,7 +68,8 @@ class Inputs:
 
     def understood(self, config: ExperimentConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
-        return [*prompt_summary(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
+        lines = prompt_summary(config, self.train, self.ends, self.tokenizer, by_template=self.chat_template)
+        return [*lines, *self.tokenizers]
 
 
 def load_inputs(
@@ -81,15 +85,18 @@ def load_inputs(
     path, data = Path(config.actor.model), config.data
     _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = load_tokenizer(path)
-    ends = end_tokens(path, tokenizer, vocab_size, template=data.chat_template)
+    train = open_files(data.train, "data.train")
+    by_template = renders(data, train)
+    ends = end_tokens(path, tokenizer, vocab_size, template=by_template)
     scoring = config.reward or ScoringConfig()
     environment = environment_inputs(data, scoring, tokenizer, ends, num_ranks=num_ranks, group=group)
     prompts = {
         key: _prompts(
             key,
-            files,
+            train if key == "data.train" else files,
             tokenizer,
             data,
+            by_template,
             vocab_size=vocab_size,
             environment=environment,
             check=partial(check_row, config, key),
@@ -109,30 +116,41 @@ def load_inputs(
             (*ends.ids, *config.sampling.stop_token_ids),
             special_tokens=config.reward.special_tokens if config.reward is not None else "content",
         ),
+        chat_template=by_template,
         environment=environment,
     )
 
 
 def train_prompts(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    ends: EndTokens,
-    *,
-    check: Callable[[Mapping[str, Any]], None] = lambda columns: None,
-) -> PromptDataset:
-    """Those of data.train. check: see `load_prompts`. Errors: DataError."""
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[PromptDataset, EndTokens, bool]:
+    """Those of data.train, what ends a response to them, and whether the chat template renders them.
+
+    Errors: DataError, CheckpointError, ConfigError."""
+    data, train = config.data, open_files(config.data.train, "data.train")
+    by_template = renders(data, train)
+    ends = end_tokens(Path(config.actor.model), tokenizer, vocab_size, template=by_template)
     environment = environment_inputs(data, ScoringConfig(), tokenizer, ends, num_ranks=1)
-    return _prompts(
-        "data.train", data.train, tokenizer, data, vocab_size=vocab_size, environment=environment, check=check
+    check = partial(check_row, config, "data.train")
+    prompts = _prompts(
+        "data.train",
+        train,
+        tokenizer,
+        data,
+        by_template,
+        vocab_size=vocab_size,
+        environment=environment,
+        check=check,
     )
+    return prompts, ends, by_template
 
 
 def _prompts(
     key: str,
-    files: DataFiles,
+    files: DataFiles | Files,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
+    by_template: bool,
     *,
     vocab_size: int,
     environment: EnvironmentInputs | AgentInputs | None,
@@ -142,7 +160,8 @@ def _prompts(
         files,
         tokenizer,
         prompt_key=data.prompt_key,
-        chat_template=data.chat_template,
+        chat_template=by_template,
+        messages_alone=data.chat_template is None,
         max_length=data.max_prompt_length,
         overlong=data.overlong_prompts,
         vocab_size=vocab_size,

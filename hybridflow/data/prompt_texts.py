@@ -18,8 +18,13 @@ class PromptText:
     messages: list[Message] | None = None  # of a conversation
 
 
-def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> PromptText:
-    """With a template the prompt is a conversation for it; a text is the user's message. Errors: RowError."""
+def prompt_text(
+    row: Row, prompt_key: str, template: ChatTemplate | None, *, messages_alone: bool = False
+) -> PromptText:
+    """With a template the prompt is a conversation for it; a text is the user's message, unless `messages_alone`.
+
+    Errors: RowError.
+    """
     if prompt_key not in row.fields:
         raise RowError(
             f"{row.where}: has no key {prompt_key!r} (data.prompt_key); its keys are {', '.join(row.fields) or 'none'}",
@@ -32,6 +37,12 @@ def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> Pro
     if template is None:
         messages = None
     elif isinstance(prompt, str):
+        if messages_alone:
+            raise RowError(
+                f"{field} = {shown(prompt)} is a text, but the first row has messages: data.chat_template: true "
+                "renders texts too, each as the user's message",
+                "wrong type",
+            )
         messages = [as_user(prompt, field, template)]
     else:
         messages = read_messages(prompt, field, template.options.form)

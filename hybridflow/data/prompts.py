@@ -25,7 +25,7 @@ from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import NotStarted, OverlongError, Row, RowError, attempt, shown
-from hybridflow.data.sources import open_files
+from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
@@ -142,11 +142,12 @@ class PromptDataset:
 
 
 def load_prompts(
-    path: DataFiles | Path,
+    path: DataFiles | Path | Files,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_key: str,
     chat_template: bool,
+    messages_alone: bool = False,
     max_length: int,
     overlong: Literal["drop", "error"],
     vocab_size: int,
@@ -166,6 +167,7 @@ def load_prompts(
         prompt_key: the key of a row that holds the prompt.
         chat_template: the prompt is a list of messages, or the text of one of the user's, rendered by the tokenizer's
             chat template.
+        messages_alone: with chat_template a text is an error: nobody has asked for texts to be rendered.
         max_length: tokens a prompt may have, special tokens included.
         overlong: what happens to a longer one: it is left out and counted, or it is an error.
         vocab_size: the token ids that the model knows are those below it.
@@ -184,11 +186,19 @@ def load_prompts(
     chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
     named = dict(columns or {})
     encoder = _Encoder(
-        tokenizer, prompt_key, chats, max_length, vocab_size, columns=named, first_messages=first_messages, check=check
+        tokenizer,
+        prompt_key,
+        chats,
+        max_length,
+        vocab_size,
+        columns=named,
+        first_messages=first_messages,
+        check=check,
+        messages_alone=messages_alone,
     )
     if chats is not None:
         chats.check_options()
-    files = open_files(path, key)
+    files = path if isinstance(path, Files) else open_files(path, key)
     agrees(files.digest)
     rows = UsableRows(files, encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
@@ -221,6 +231,7 @@ class _Encoder:
     columns: Mapping[str, str]
     first_messages: FirstMessages | None
     check: Callable[[Mapping[str, Any]], None]
+    messages_alone: bool
     first: PromptText | None = field(default=None)  # whose columns all others have to have
 
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
@@ -276,7 +287,8 @@ class _Encoder:
         return text
 
     def _text(self, row: Row) -> PromptText:
-        text = prompt_text(rename_fields(row, self.columns), self.prompt_key, self.template)
+        own = rename_fields(row, self.columns)
+        text = prompt_text(own, self.prompt_key, self.template, messages_alone=self.messages_alone)
         self._check_columns(text)
         if text.token_ids is not None:
             check_token_ids(text.token_ids, f"{row.where}: {self.prompt_key}", self.vocab_size)

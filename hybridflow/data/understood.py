@@ -18,18 +18,27 @@ from hybridflow.data.tokenizers import is_special, load_tokenizer, named_tokens
 
 MOST = 400  # characters of a prompt
 NUM_ROWS = 3
+RENDERED = "prompts are rendered by the chat template"
+AS_THEY_ARE = "prompts are texts as they are; data.chat_template: true makes each the user's message"
 ANSWERS = ("answer", "ground_truth", "solution", "label", "labels", "target", "tests", "final_answer")
 
 
 def prompt_summary(
-    config: ExperimentConfig, prompts: PromptDataset, ends: EndTokens, tokenizer: PreTrainedTokenizerBase
+    config: ExperimentConfig,
+    prompts: PromptDataset,
+    ends: EndTokens,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    by_template: bool,
 ) -> list[str]:
-    """End tokens, the first prompt, the first answers, and where scores are read."""
+    """Who renders prompts, end tokens, the first prompt, the first answers, and where scores are read."""
     order = prompts.order(config.seed, config.data.shuffle)
     first = prompts.draw(order, min(NUM_ROWS, len(prompts))).batch
     ids = first.input_ids[: int(first.lengths[0])].tolist()
     prompt = f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"
     lines = [ends.described(tokenizer), prompt if ids else "prompts: the first requests of the agent"]
+    if by_template or tokenizer.chat_template is not None:
+        lines.insert(0, RENDERED if by_template else AS_THEY_ARE)
     answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
@@ -26,7 +24,7 @@ from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
-from hybridflow.rewards.specs import check_columns, check_row
+from hybridflow.rewards.specs import check_columns
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread
@@ -68,11 +66,9 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
-        ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
-        check = partial(check_row, config, "data.train")
-        prompts = train_prompts(config.data, tokenizer, vocab_size, ends, check=check)
+        prompts, ends, by_template = train_prompts(config, tokenizer, vocab_size)
         check_columns(config, prompts.column_names, "data.train")
-        yield from prompt_summary(config, prompts, ends, tokenizer)
+        yield from prompt_summary(config, prompts, ends, tokenizer, by_template=by_template)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
             prompts.rows,

@@ -17,7 +17,7 @@ from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.answers import AnswerReader
 from hybridflow.rewards.calls import FunctionCaller
-from hybridflow.rewards.scorer import Scorer
+from hybridflow.rewards.scorer import Scorer, Scores
 
 ROUNDING = 1e-6  # float32 sums of weights such as 0.7 + 0.2 + 0.1 may lie so far below 1
 
@@ -41,8 +41,8 @@ class HeldoutSet:
 class Judge:
     """Who says what is right: a score of `threshold` or more is.
 
-    function: of the pool of reward functions, by number; None: the rewards of the environment, by these weights.
-    read: the answer in a response, for the majority.
+    function: of the pool of reward functions, by number; None: the rewards of the environment, by these weights, or
+    with no weights the reward functions of the run by theirs. read: the answer in a response, for the majority.
     """
 
     function: int | None
@@ -141,22 +141,32 @@ def evaluate(
         raise_known(failure or (scores.failure if scores is not None else None), exchange.group)
     asked = [*own, *(scores.parts() if scores is not None else ())]
     wholes = exchange.gather_all(asked) if asked else []
-    if judge.function is None:
+    if judge.function is not None:
+        values, failures, *wholes = wholes
+    elif judge.weights:
         rewards = responses.environment_rewards @ torch.tensor(judge.weights)
         values, failures = rewards.nan_to_num(0.0), rewards.isnan().float()
     else:
-        values, failures, *wholes = wholes
+        assert scores is not None, "the functions that judge are those of a section reward"
+        values, failures = scores.of_functions(wholes)
     there = failures == 0
-    counts = judge.function is None or caller.failure_score(judge.function, "timeout") is not None
     return EvaluatedSet(
         heldout,
         responses,
         marks=values * there,
         right=(values >= judge.threshold - ROUNDING) & there,
         scores=None if scores is None else scores.put_together(wholes),
-        num_failed=int((~there).sum()) if counts else None,
+        num_failed=int((~there).sum()) if _goes_on(judge, caller, scores) else None,
         answers=_answers(responses, heldout.samples, judge.read, caller) if heldout.samples > 1 else (),
     )
+
+
+def _goes_on(judge: Judge, caller: FunctionCaller, scores: Scores | None) -> bool:
+    """Whether there may be rows that the judge has failed on."""
+    if judge.weights:
+        return True
+    judging = [judge.function] if judge.function is not None else range(len(scores.functions) if scores else 0)
+    return any(caller.failure_score(function, "timeout") is not None for function in judging)
 
 
 def _answers(

@@ -19,6 +19,7 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.digests import class_digests, function_digests
 from hybridflow.data.environment import check_environment
 from hybridflow.data.fields import rename_fields
+from hybridflow.data.first_rows import renders
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.data.rows import Row, RowError, attempt
@@ -73,7 +74,7 @@ def _inspections(
                 yield key, THERE, partial(_examples, key, file, config, tokenizers)
         return
     for key, file in files.items():
-        if tokenizers or not config.data.chat_template:
+        if tokenizers or config.data.chat_template is False:
             yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     if config.data.environment is not None:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
@@ -116,18 +117,18 @@ def _same_tokens(config: AnyConfig) -> Inspected:
 def _prompts(
     key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Inspected:
-    data = config.data
+    data, files = config.data, open_files(named_files, key)
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
-    template = ChatTemplate(tokenizers[0], options) if data.chat_template else None
+    by_template = renders(data, files if key == "data.train" else open_files(data.train, "data.train"))
+    template = ChatTemplate(tokenizers[0], options) if by_template else None
 
     def check(row: Row) -> None:
         if row.problem is not None:
             raise row.problem
         own = rename_fields(row, data.columns)
         if data.environment is None or not data.environment.begins_rows:
-            prompt_text(own, data.prompt_key, template)
+            prompt_text(own, data.prompt_key, template, messages_alone=data.chat_template is None)
 
-    files = open_files(named_files, key)
     rows = files.rows_at(range(min(len(files), NUM_ROWS)))
     for found in (attempt(check, row) for row in rows):
         if isinstance(found, RowError) and data.bad_rows == "error":

@@ -24,6 +24,7 @@ class Sample(TypedDict):
     parts: Mapping[str, float]  # of the score, before their weights
     columns: Mapping[str, Any]  # the user's, of the row
     set: NotRequired[str]
+    truncated: NotRequired[bool]  # true where the limit of tokens has cut the response; else left out
     turns: NotRequired[list[Turn]]  # of a row with an environment: the response, cut by who has written it
 
 
@@ -55,6 +56,8 @@ def samples_of(
                 set=name,
             )
         )
+        if batch.truncated[row]:
+            found[-1]["truncated"] = True
     return found
 
 

@@ -14,7 +14,7 @@ OF_TEXT = "the text of the response"
 
 
 def answer_reader(function: str | None) -> tuple[AnswerReader, str]:
-    """How answers are read where this function judges, and that in words. None: an environment judges."""
+    """How answers are read where this function judges, and that in words. None: none alone does."""
     readers: dict[str, tuple[AnswerReader, str]] = {
         "hybridflow.rewards:numeric_match": (number_in, "the number of the response"),
         "hybridflow.rewards:math_equal": (_boxed_or_number, "what the response boxes, else the last number"),

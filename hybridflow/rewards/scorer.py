@@ -63,6 +63,18 @@ class Scores:
             total += weight * score
         return total
 
+    def of_functions(self, wholes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(N,) the sum of the functions alone, without models; and above 0 where a function has failed on the row.
+
+        Of a run without an environment, whose terms would stand behind those of the functions.
+        """
+        first = len(self.terms) - sum(len(function.parts) for function in self.functions)
+        own = zip(self.weights[first:], wholes[first : len(self.terms)], strict=True)
+        total = torch.zeros_like(wholes[first])
+        for weight, score in own:
+            total += weight * score
+        return total, self.calls(wholes).failures.amax(0)
+
     def by_name(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
         """(N,) of each term, before the weight."""
         return dict(zip(self.names, wholes[: len(self.terms)], strict=True))

@@ -52,7 +52,7 @@ def check_row(config: ExperimentConfig, key: str, columns: Mapping[str, Any]) ->
     scoring, right = config.reward or ScoringConfig(), config.metrics.eval_reward
     if scoring.on_error == "score":
         return
-    judges = [*scoring.functions] if key == "data.train" else []
+    judges = [*scoring.functions] if key == "data.train" or config.reward_functions_judge else []
     if key != "data.train" and right is not None:
         judges = [_of_evaluation(right, scoring.functions)]
     for function in judges:

@@ -14,6 +14,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.flows.evaluate import Judge
 from hybridflow.rewards.answers import answer_reader
 from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.specs import function_names, function_weights
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
 
@@ -73,24 +74,52 @@ def environments_of(
 
 
 def judge_of(config: ExperimentConfig, caller: FunctionCaller) -> Judge:
-    """Who says what is right: metrics.eval_reward, or the environment."""
+    """Who says what is right: metrics.eval_reward, the environment, or the run's reward functions."""
     right, threshold = config.metrics.eval_reward, config.metrics.eval_threshold
-    read, _ = answer_reader(None if right is None else right.function)
+    read, _ = answer_reader(judging_function(config))
     if right is not None:
         assert caller.pool is not None, "eval_reward is a function"
         return Judge(len(caller.pool.specs) - 1, (), threshold, read)  # the last, see `rewards.specs`
+    if config.reward_functions_judge:
+        return Judge(None, (), threshold, read)
     assert config.data.environment is not None, "the config says what is right"
     return Judge(None, config.data.environment.weights, threshold, read)
 
 
+def judging_function(config: ExperimentConfig) -> str | None:
+    """package.module:function where one alone says what is right."""
+    right = config.metrics.eval_reward
+    if right is not None or config.reward is None or not config.reward_functions_judge:
+        return None if right is None else right.function
+    own = [function.function for function in config.reward.functions]
+    return own[0] if len(own) == 1 and not config.reward.remote else None
+
+
+def judge_name(config: ExperimentConfig) -> str:
+    """Who says what is right, in words."""
+    right, environment = config.metrics.eval_reward, config.data.environment
+    if right is not None:
+        return right.function
+    if environment is not None:
+        return f"{environment.field}, a weighted sum of parts," if environment.parts else environment.field
+    assert config.reward is not None, "the reward functions of the run judge"
+    scoring = config.reward
+    parts = [function.parts for function in scoring.functions] + [{}] * len(scoring.remote)
+    own = zip(function_names(scoring), function_weights(scoring), parts, strict=True)
+    terms = [
+        f"{weight:g} x {name}{f'/{part}' if part else ''}"
+        for name, weights, of in own
+        for part, weight in zip(of or ("",), weights, strict=True)
+    ]
+    return f"the run's reward functions ({' + '.join(terms)})"
+
+
 def evaluation_notes(config: ExperimentConfig) -> list[str]:
     """What is right in evaluations, where that is not a score of 1 by metrics.eval_reward."""
-    metrics, environment = config.metrics, config.data.environment
+    metrics = config.metrics
     if not metrics.eval_interval or (metrics.eval_reward is not None and metrics.eval_threshold == 1.0):
         return []
-    judge = "metrics.eval_reward"
-    if metrics.eval_reward is None and environment is not None:
-        judge = f"{environment.field}, a weighted sum of parts," if environment.parts else environment.field
+    judge = "metrics.eval_reward" if metrics.eval_reward is not None else judge_name(config)
     return [
         f"evaluation: right is a score of {judge} of at least metrics.eval_threshold = {metrics.eval_threshold:g}. "
         "eval/score_mean is the mean score that trains"

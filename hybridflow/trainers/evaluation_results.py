@@ -17,6 +17,7 @@ from hybridflow.recording.run_dir import replace_file
 from hybridflow.recording.samples import samples_of
 from hybridflow.recording.writers import SampleWriter
 from hybridflow.rewards.answers import answer_reader
+from hybridflow.trainers.environments import judge_name, judging_function
 
 RESULTS = "results.json"
 
@@ -27,15 +28,13 @@ def write_results(config: ExperimentConfig, evaluated: Sequence[EvaluatedSet], i
     iteration = int(step[1]) if step else 0
     for each in evaluated:
         _write_samples(config.run_dir / f"{each.heldout.title}.jsonl", each, inputs, iteration)
-    judge, reward = config.metrics, config.metrics.eval_reward
-    named = reward.function if reward is not None else getattr(config.data.environment, "field", None)
-    _, read = answer_reader(None if reward is None else reward.function)
+    _, read = answer_reader(judging_function(config))
     sets = {each.heldout.title: facts(each) for each in evaluated}
     tree = {
         "model": config.actor.model,
         "iteration": iteration if step else None,
         "seed": config.seed,
-        "right": f"a score of {named} of at least {judge.eval_threshold:g}",
+        "right": f"a score of {judge_name(config)} of at least {config.metrics.eval_threshold:g}",
         "majority": f"by {read}",
         "sets": sets,
     }

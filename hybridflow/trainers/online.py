@@ -118,6 +118,7 @@ class OnlineTrainer:
             num_ranks=most_ranks_of_a_host(),
             group=platforms.world_group(),
         )
+        config = self.config = config.with_chat_template(self.inputs.chat_template)
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.checkpoint.changes import changes
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import CheckpointError, ConfigError, DataError, UserError
@@ -167,6 +168,40 @@ def test_prompts_that_were_left_out_are_noted(inputs, tmp_path):
         f"data.{key}: left out {dropped[key]} of {len(rows[key])} prompts longer than data.max_prompt_length"
         for key in rows
     ]
+
+
+# ------------------------------------------------------------------------------------------------ the chat template
+
+
+def test_null_is_what_the_rows_are_and_a_checkpoint_compares_that(inputs, tmp_path):
+    """An earlier version saved `false`, its default; null on texts is the same."""
+    config = read_config(inputs, tmp_path)
+    found = load(inputs, tmp_path)
+    assert (config.data.chat_template, found.chat_template) == (None, False)
+    now = config.with_chat_template(found.chat_template).model_dump(mode="json")
+    saved = read_config(inputs, tmp_path, "data.chat_template=false").model_dump(mode="json")
+    other = read_config(inputs, tmp_path, "data.chat_template=true").model_dump(mode="json")
+    assert changes(saved, now, next_iteration=2).found == ()
+    assert [change.key for change in changes(other, now, next_iteration=2).found] == ["data.chat_template"]
+
+
+def test_messages_are_rendered_without_a_key_and_the_first_lines_say_so(inputs, policy, tmp_path):
+    (policy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+    rows = tmp_path / "messages.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "12"}], "answer": "3"}) + "\n")
+    given = (f"actor.model={policy}", f"data.train={rows}")
+    found = load(inputs, tmp_path, *given)
+    assert found.chat_template and found.train.batch([0]).texts == ("12=",)
+    config = read_config(inputs, tmp_path, *given)
+    assert found.understood(config)[0] == "prompts are rendered by the chat template"
+    texts = load(inputs, tmp_path, f"actor.model={policy}")
+    assert texts.understood(config)[0] == (
+        "prompts are texts as they are; data.chat_template: true makes each the user's message"
+    )
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "12=", "answer": "3"}) + "\n")
+    assert "line 2: prompt = '12=' is a text, but the first row has messages" in problem(
+        inputs, tmp_path, *given, kind=DataError
+    )
 
 
 # ------------------------------------------------------------------------------------------------ answers and tests

@@ -13,9 +13,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.batch import PromptBatch
+from hybridflow.config.data import DataConfig
 from hybridflow.data import usable
+from hybridflow.data.first_rows import renders
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.sources import open_files
 from hybridflow.errors import DataError
 from tests.launch import ROOT
 from tests.messages import like
@@ -419,6 +422,36 @@ def test_a_text_is_the_users_message_for_a_chat_template(prompt_file) -> None:
     both = prompt_file({"prompt": "why [is] one"}, {"prompt": [message("why [is] one")]})
     one, other = load(both, chat_template=True).batch([0, 1]).token_lists()
     assert one == other and load(both, chat_template=True).batch([0]).conversations == ([message("why [is] one")],)
+
+
+def test_a_text_among_messages_is_an_error_where_nobody_has_asked_for_it(prompt_file) -> None:
+    path = prompt_file({"prompt": [message("why")]}, {"prompt": "why"})
+    with pytest.raises(DataError, match="line 2: prompt = 'why' is a text, but the first row has messages"):
+        load(path, chat_template=True, messages_alone=True)
+    kept = load(path, chat_template=True, messages_alone=True, bad_rows="drop")
+    assert len(kept) == 1 and kept.dropped.counts == {"wrong type": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "expected"),
+    [
+        ({}, [{"prompt": "why"}, {"prompt": [message("why")]}], False),
+        ({}, [{"prompt": [message("why")]}, {"prompt": "why"}], True),
+        ({}, [{"prompt": [1, 2]}, {"prompt": [message("why")]}], True),  # ids say nothing
+        ({}, [{"other": 1}], False),  # what is wrong is told where rows are read
+        ({"prompt_key": "question"}, [{"prompt": "why", "question": [message("why")]}], True),
+        ({"columns": {"prompt": "asked.text"}}, [{"asked": {"text": [message("why")]}}], True),
+        ({"chat_template": True}, [{"prompt": "why"}], True),
+        ({"chat_template": False}, [{"prompt": [message("why")]}], False),
+        ({"environment": "a:B"}, [{"prompt": "why"}], True),
+    ],
+)
+def test_the_first_prompt_says_whether_the_chat_template_renders(
+    prompt_file, given: dict[str, Any], rows: list[dict[str, Any]], expected: bool
+) -> None:
+    path = prompt_file(*rows)
+    data = DataConfig(train=str(path), prompts_per_iteration=1, max_prompt_length=9, **given)
+    assert renders(data, open_files(data.train, "data.train")) is expected
 
 
 def test_a_tokenizer_without_a_chat_template_is_an_error(prompt_file) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.flows.evaluate import EvaluatedSet, HeldoutSet, Judge, evaluate, last_turns
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.rewards.answers import answer_reader
-from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.calls import FunctionCaller, FunctionScores
+from hybridflow.rewards.scorer import Scores
 
 NAN = float("nan")
 # a row a line: prompt 9 9, and what follows it, of which the policy wrote what is no 0
@@ -72,6 +75,52 @@ def test_metrics_of_a_set_by_name() -> None:
 
 def test_a_set_without_a_name_has_the_metrics_that_one_has_ever_had() -> None:
     assert evaluated(name="").metrics() == {"eval/accuracy": 2 / 8, "eval/failed_rows": 1.0}
+
+
+class _Known:
+    """In the place of an exchange between ranks: this one knows all rows of every term."""
+
+    group = None
+
+    def gather_all(self, parts: list[PartialTensor]) -> list[torch.Tensor]:
+        return [part.values for part in parts]
+
+
+def _term(values: list[float]) -> PartialTensor:
+    return PartialTensor(len(values), torch.arange(len(values)), torch.tensor(values))
+
+
+def test_the_functions_of_the_run_judge_by_their_weighted_sum_without_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's score is in the mean score, and not in what is right; a row that a function failed on is not right."""
+    model, first, second = _term([5.0] * 8), [1.0, 1.0, 0.0, 1.0] + [0.0] * 4, [1.0, 0.0, 1.0, 1.0] + [0.0] * 3 + [1.0]
+    zeros, failed = _term([0.0] * 8), _term([0.0, 0.0, 0.0, 1.0] + [0.0] * 4)
+    functions = (FunctionScores((_term(first),), zeros, zeros), FunctionScores((_term(second),), zeros, failed))
+    terms = (model, *functions[0].parts, *functions[1].parts)
+    scores = Scores(terms, (2.0, 0.75, 0.25), ("model_0", "one", "two"), functions)
+    monkeypatch.setattr("hybridflow.flows.evaluate.raise_known", lambda *_: None)
+    read, _ = answer_reader(None)
+    caller, scorer = FunctionCaller(lambda ids: "", rank=0, world_size=1, error_score=0.0), SimpleNamespace()
+    scorer.scores = lambda *_: scores
+    alone: Any = (replace(responses(), environment_rewards=torch.zeros(8, 0)), scorer, _Known())
+    found = [
+        evaluate(
+            HeldoutSet("", prompts(), samples=4),
+            alone[0],
+            Judge(None, (), threshold, read),
+            caller=replace(caller, pool=SimpleNamespace(specs=[SimpleNamespace(lost_score=None)] * 2)),
+            scorer=alone[1],
+            exchange=alone[2],
+        )
+        for threshold in (1.0, 0.75)
+    ]
+    assert found[0].right.tolist() == [True] + [False] * 7
+    assert found[1].right.tolist() == [True, True] + [False] * 6
+    assert found[0].marks.tolist() == pytest.approx([1.0, 0.75, 0.25, 0.0, 0.0, 0.0, 0.0, 0.25])
+    assert found[0].metrics() == {
+        "eval/accuracy": 1 / 8,
+        "eval/score_mean": pytest.approx(10.0 + (4 * 0.75 - 0.75 + 4 * 0.25) / 8),
+        "eval/failed_rows": 1.0,
+    }
 
 
 def test_a_set_whose_rows_have_all_failed_is_wrong_and_has_no_mean_score() -> None:

@@ -1,5 +1,7 @@
 """Which responses a person is shown: of many prompts, drawn by a seed, with the user's columns."""
 
+from dataclasses import replace
+
 import torch
 
 from hybridflow.batch import PromptBatch
@@ -43,7 +45,7 @@ def test_a_sample_has_the_columns_of_its_prompt() -> None:
         ("1+1=", "2+2="),
         {"answer": ("2", "4"), "tests": ("x" * 9999, ["y"])},
     )
-    batch = rollout([0, 1, 1])
+    batch = replace(rollout([0, 1, 1]), truncated=torch.tensor([True, True, False]))
     found = samples_of(
         batch,
         prompts,
@@ -58,4 +60,5 @@ def test_a_sample_has_the_columns_of_its_prompt() -> None:
         ("heldout", "2+2=", 1.0, {"exact": 5.0}),
     ]
     assert [one["columns"]["answer"] for one in found] == ["2", "4"]
+    assert [one.get("truncated") for one in found] == [True, None]
     assert found[1]["columns"]["tests"] == ["y"] and len(found[0]["columns"]["tests"]) == MOST_CHARACTERS + 3
