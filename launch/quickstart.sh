@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains a tiny model on CPU processes, from nothing; as many as the config's layouts need, two by default:
+# Trains a small model on CPU processes, from nothing; as many as the config's layouts need, two by default. The model is
+# made here, but for configs of data/sums: that one is a published model, which is fetched.
 #
 #   bash launch/quickstart.sh [CONFIG] [KEY=VALUE ...]        CONFIG: configs/quickstart.yaml
 set -euo pipefail
@@ -25,6 +26,8 @@ base=$(sed -n 's/^base: *\([^ #]*\).*/\1/p' "$config")  # counted from the confi
 files=("$config" ${base:+"$(dirname "$config")/$base"})
 if grep -q data/tiny_experts "${files[@]}"; then
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny_experts --experts 8 --if-missing
+elif grep -q data/sums "${files[@]}"; then
+    show_and_run .venv/bin/python -m tools.make_sums data/sums --if-missing
 elif grep -q data/tiny_tools "${files[@]}"; then
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny_tools --tools --if-missing
 else
