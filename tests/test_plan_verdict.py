@@ -77,10 +77,13 @@ def test_a_machine_without_gpus_knows_its_own_memory(last_line, monkeypatch: pyt
     """Shared by the ranks. The config may be meant for another machine: the status is 0 where it does not fit."""
     monkeypatch.setattr("hybridflow.trainers.auto.host_memory", lambda: (16 * GIB, 32 * GIB))
     line = last_line(status=0)
-    assert line.startswith("This machine has no GPU, and 4 GiB of memory for each of 8 ranks. Does not fit: rank 0 ")
+    assert line.startswith(
+        "This machine has no GPU, and 4 GiB of memory for each of 8 ranks, of which libraries take 1. "
+    )
+    assert "Here the run does not fit: rank 0 in training needs 60.6 GiB. " in line
     assert line.endswith(" For GPUs give --memory-gib, --profile, or device_profile in the config.")
     monkeypatch.setattr("hybridflow.trainers.auto.host_memory", lambda: (16 * GIB, 8 * 70 * GIB))
-    assert "70 GiB of memory for each of 8 ranks. Fits: rank 0 in training is fullest: " in last_line(status=0)
+    assert "Here the run fits: rank 0 in training is fullest, with 60.6 GiB. " in last_line(status=0)
     assert last_line("platform=cuda", status=0).startswith("No verdict: no device memory is known.")
 
 

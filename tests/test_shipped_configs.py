@@ -45,6 +45,13 @@ WORLD_SIZES = {
         for name in ("distill", "dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
     },
     "split_placement": 2,
+    "smollm2_sums": 2,
+    **{f"sums_{name}": 2 for name in ("qwen2.5_0.5b", "qwen3_0.6b", "gemma3_270m")},
+}
+OF_THE_HUB = {  # whose models are names on the Hub: their shapes here
+    "sums_qwen2.5_0.5b": "qwen2.5-0.5b",
+    "sums_qwen3_0.6b": "qwen3-0.6b",
+    "sums_gemma3_270m": "gemma-3-270m",
 }
 GPU_BYTES = 80 * 10**9
 SPARE_BYTES = 10 * 10**9  # what the estimate does not count
@@ -62,6 +69,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("runs/quickstart_sft/hf", "LlamaForCausalLM"),
         ("data/tiny_experts/policy", "Qwen3MoeForCausalLM"),
         ("data/tiny_tools/policy", "LlamaForCausalLM"),
+        ("data/sums/policy", "LlamaForCausalLM"),
     ):
         (tmp_path / name).mkdir(parents=True)
         shape = {
@@ -85,7 +93,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]):
     def run(name: str, *options: str) -> dict[str, Any]:
-        assert main([f"configs/{name}.yaml", "--json", *options]) == 0, capsys.readouterr().err
+        model = [f"actor.model=configs/shapes/{OF_THE_HUB[name]}"] if name in OF_THE_HUB else []
+        assert main([f"configs/{name}.yaml", "--json", *model, *options]) == 0, capsys.readouterr().err
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -169,6 +178,7 @@ PARAMETERS = {  # as their publishers count them; those of OPT, which has no suc
     "opt-6.7b": 6_658_473_984,
     "gemma-3-27b": 27_009_346_304,  # without what reads images
     "gemma-3-4b": 3_880_263_168,
+    "gemma-3-270m": 268_098_176,
     "ministral-3-8b": 8_489_553_920,
     "olmo-3-7b": 7_298_011_136,
     "phi-4": 14_659_507_200,

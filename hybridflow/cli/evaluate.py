@@ -20,8 +20,9 @@ The seeds of a set are the same for each layout and each model.
     pass@k       the probability that one of k responses is right, without bias (Chen et al. 2021)
     majority@k   the share of prompts whose most frequent answer is right; of equally frequent ones the first counts
 
-Right is a score of metrics.eval_threshold or more, by metrics.eval_reward or the environment. `score` is the mean score
-that trains. Results lie in RUN/eval/NAME, or in eval/NAME without a run, where NAME is the checkpoint or the model:
+Right is a score of metrics.eval_threshold or more, by metrics.eval_reward, else the environment, else the functions of
+the section reward. `score` is the mean score that trains. Results lie in RUN/eval/NAME, or in eval/NAME without a run,
+where NAME is the checkpoint or the model:
 
     results.json     the table, with all digits          SET.jsonl        each response; `hybridflow samples FILE`
     config.yaml      what was evaluated, and how          logs/            the log of each rank

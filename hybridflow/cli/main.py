@@ -29,7 +29,7 @@ COMMANDS = {
     "convert": ("hybridflow.cli.convert", "convert models between HuggingFace and megatron-core"),
     "env": ("hybridflow.cli.env", "print releases, machine and variables for a bug report"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),
-    "make-sums": ("hybridflow.examples.sums.make_sums", "make the input of configs/smollm2_sums.yaml"),
+    "make-sums": ("hybridflow.examples.sums.make_sums", "make the rows and fetch the model of configs/smollm2_*.yaml"),
 }
 SUFFIXES = (".yaml", ".yml")
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hybridflow.config import RunConfig
 from hybridflow.parallel.ranks import counted
-from hybridflow.placement.verdict import Change, verdict
+from hybridflow.placement.cache_room import with_room
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.verdict import Change, Verdict, verdict
 
 if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
@@ -76,9 +78,13 @@ def _of_this_machine(run: "PlacedRun | PlacedFixed") -> str:
     if run.cuda or run.config.platform == "cuda":
         return ""
     facts = facts_of({"device_profile": None}, memory_here(run.world_size))
-    ranks = counted(run.world_size)
-    each = f"{_gib(facts.memory_bytes)} GiB of memory for {'each of ' if run.world_size > 1 else ''}{ranks}"
-    return f"This machine has no GPU, and {each}. {verdict_report(run, facts)['line']} "
+    room = max(0, facts.memory_bytes - facts.margin_bytes)
+    found = Verdict(fullest(with_room(run, room)), room)
+    where, needed = f"rank {found.fullest.rank} in {found.fullest.moment}", _gib(found.fullest.bytes)
+    verdict = f"fits: {where} is fullest, with" if found.fits else f"does not fit: {where} needs"
+    ranks = f"{'each of ' if run.world_size > 1 else ''}{counted(run.world_size)}"
+    here = f"{_gib(facts.memory_bytes)} GiB of memory for {ranks}, of which libraries take {_gib(facts.margin_bytes)}"
+    return f"This machine has no GPU, and {here}. Here the run {verdict} {needed} GiB. "
 
 
 def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | None, world_size: int) -> str:

@@ -76,7 +76,7 @@ def _wider(run: Run, found: Verdict) -> Iterator[tuple[Change, ...]]:
     models = {name: run.models[name].config for name in found.fullest.roles if name in run.models}
     for doublings in range(1, MOST_DOUBLINGS + 1):
         sizes = {name: role.tensor_parallel_size << doublings for name, role in models.items()}
-        if max(sizes.values()) > MOST_TENSOR_PARALLEL:
+        if not sizes or max(sizes.values()) > MOST_TENSOR_PARALLEL:  # none: the engine is alone on the fullest rank
             return
         changes: list[Change] = []
         for name, size in sizes.items():

@@ -1,10 +1,13 @@
-"""Make the input of configs/smollm2_sums.yaml: rows from a seed, and SmolLM2-135M-Instruct.
+"""Make the input of configs/smollm2_*.yaml: rows from a seed, and SmolLM2-135M-Instruct.
 
     hybridflow make-sums OUT [--seed 0]
 
     OUT/policy          the model (Apache-2.0; 30 layers, 135 M parameters), in bfloat16
     OUT/train.jsonl     {"prompt": [two solved sums and a third one, as a chat], "answer": "68"} a line
     OUT/heldout.jsonl   200 other sums: in no row of train.jsonl, neither this way round nor the other
+    OUT/sft.jsonl       {"messages": [a sum, its answer]} a line, 512 of train.jsonl
+    OUT/products.jsonl  {"question": "84 * 69 =", "answer": "5796"} a line
+    OUT/*_heldout.jsonl of the last two files, the pairs of heldout.jsonl
     OUT/report.json     where the model is from, sizes, seed
 
 The model is HuggingFaceTB/SmolLM2-135M-Instruct of the Hub. Where the Hub cannot be reached, it is the quantized copy
@@ -61,17 +64,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make(out: Path, seed: int, model: Path | None = None) -> None:
     """Make OUT under a temporary name beside it and rename it at the end. Errors: UserError; then OUT is as it was."""
-    from hybridflow.examples.sums.rows import split_pairs, write_rows
+    from hybridflow.examples.sums.rows import write_rows
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        train, heldout = split_pairs(seed)
-        write_rows(made / "train.jsonl", train)
-        write_rows(made / "heldout.jsonl", heldout)
+        num_rows = write_rows(made, seed)
         found = get_model(made / "policy", Path(scratch)) if model is None else _copied(model, made / "policy")
-        report = {"seed": seed, "model": found, "train": len(train), "heldout": len(heldout)}
+        report = {"seed": seed, "model": found, "num_rows": num_rows}
         (made / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if out.exists():
             out.rename(Path(scratch) / "replaced")

@@ -1,4 +1,4 @@
-"""The rows: a conversation with two solved sums and a third one, and the right answer. Strings and `random.Random`."""
+"""The rows of sums, of the same with answers for SFT, and of products. Strings and `random.Random`."""
 
 import json
 import random
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.examples.sums.products import question
+
 Pair = tuple[int, int]
 SOLVED: Sequence[Pair] = ((23, 45), (57, 38))  # in no other row
-NUM_HELDOUT = 200
+NUM_HELDOUT, NUM_SFT = 200, 512
 
 
 def split_pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -24,6 +26,7 @@ def split_pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
 
 
 def row_of(pair: Pair) -> dict[str, Any]:
+    """A conversation with two solved sums and a third one, and the right answer."""
     solved = [message for a, b in SOLVED for message in (asked(a, b), {"role": "assistant", "content": str(a + b)})]
     return {"prompt": [*solved, asked(*pair)], "answer": str(sum(pair))}
 
@@ -32,5 +35,29 @@ def asked(a: int, b: int) -> dict[str, str]:
     return {"role": "user", "content": f"{a} + {b} ="}
 
 
-def write_rows(file: Path, pairs: Sequence[Pair]) -> None:
-    file.write_text("".join(f"{json.dumps(row_of(pair))}\n" for pair in pairs), encoding="utf-8")
+def sft_row(pair: Pair) -> dict[str, Any]:
+    """A question and the answer, without solved sums: all that the assistant says is trained."""
+    return {"messages": [asked(*pair), {"role": "assistant", "content": str(sum(pair))}]}
+
+
+def product_row(pair: Pair) -> dict[str, Any]:
+    """For `products.Products`."""
+    a, b = pair
+    return {"question": question(a, b), "answer": str(a * b)}
+
+
+def write_rows(directory: Path, seed: int) -> dict[str, int]:
+    """All files, and how many rows each has."""
+    train, heldout = split_pairs(seed)
+    files = {
+        "train": map(row_of, train),
+        "heldout": map(row_of, heldout),
+        "sft": map(sft_row, train[:NUM_SFT]),
+        "sft_heldout": map(sft_row, heldout),
+        "products": map(product_row, train),
+        "products_heldout": map(product_row, heldout),
+    }
+    lines = {name: [f"{json.dumps(row)}\n" for row in rows] for name, rows in files.items()}
+    for name, its in lines.items():
+        (directory / f"{name}.jsonl").write_text("".join(its), encoding="utf-8")
+    return {name: len(its) for name, its in lines.items()}
