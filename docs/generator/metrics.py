@@ -39,7 +39,7 @@ AREAS = {
 STALE = "With `rollout.max_staleness`."
 # metric -> when a run has it, where the area does not say
 WHEN = {
-    "eval/accuracy": "By `metrics.eval_threshold`: [who judges](../guides/evaluation.md#during-a-run).",
+    "eval/accuracy": "By `metrics.eval_threshold`: [who judges](../guides/evaluation.md#what-is-right).",
     "eval/score_mean": "With a section `reward` or an environment, whose score trains. Not that of `eval_reward`.",
     "eval/failed_rows": "With `reward.on_error: score`. Failed rows count as wrong.",
     "eval/{}/accuracy": "Of the set NAME in `data.heldout`, as all metrics of `eval/NAME/`.",

@@ -15,6 +15,7 @@ from hybridflow.config.algorithms import OPO, PPO, Custom, Distill, MaxRL, ReMax
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
 from hybridflow.config.gym_rewards import with_scorer
+from hybridflow.config.held_out import check_evaluation
 from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
@@ -67,7 +68,10 @@ class ExperimentConfig(RunConfig):
             self._check_best,
         ):
             check()
-        self._check_evaluation()
+        profile = self.metrics.profile
+        if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
+            raise ValueError(wrong)
+        check_evaluation(self.data, self.metrics, functions_judge=self.reward_functions_judge)
         return self
 
     @property
@@ -80,22 +84,6 @@ class ExperimentConfig(RunConfig):
         """With what data.chat_template = null has come to, which the run's directory and checkpoints then say."""
         data = self.data.model_copy(update={"chat_template": known})
         return self.model_copy(update={"data": data})
-
-    def _check_evaluation(self) -> None:
-        profile = self.metrics.profile
-        if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
-            raise ValueError(wrong)
-        every, named = self.metrics.eval_interval, self.metrics.eval_reward or self.data.environment
-        if every and not self.data.heldout:
-            raise ValueError(f"metrics.eval_interval = {every} needs data.heldout")
-        if every and named is None and not self.reward_functions_judge:
-            raise ValueError(f"metrics.eval_interval = {every} needs metrics.eval_reward, or functions in reward")
-        for name, each in self.data.heldout_sets.items():
-            key = f"data.heldout.{name}.interval = {each.interval}"
-            if each.interval is not None and not every:
-                raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
-            if each.interval is not None and each.interval % every:
-                raise ValueError(f"{key}: is no multiple of metrics.eval_interval = {every}")
 
     @model_validator(mode="before")
     @classmethod

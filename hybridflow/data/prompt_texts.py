@@ -18,13 +18,8 @@ class PromptText:
     messages: list[Message] | None = None  # of a conversation
 
 
-def prompt_text(
-    row: Row, prompt_key: str, template: ChatTemplate | None, *, messages_alone: bool = False
-) -> PromptText:
-    """With a template the prompt is a conversation for it; a text is the user's message, unless `messages_alone`.
-
-    Errors: RowError.
-    """
+def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> PromptText:
+    """With a template the prompt is a conversation for it, or the text of the user's message. Errors: RowError."""
     if prompt_key not in row.fields:
         raise RowError(
             f"{row.where}: has no key {prompt_key!r} (data.prompt_key); its keys are {', '.join(row.fields) or 'none'}",
@@ -37,7 +32,7 @@ def prompt_text(
     if template is None:
         messages = None
     elif isinstance(prompt, str):
-        if messages_alone:
+        if not template.options.texts:
             raise RowError(
                 f"{field} = {shown(prompt)} is a text, but the first row has messages: data.chat_template: true "
                 "renders texts too, each as the user's message",

@@ -147,7 +147,6 @@ def load_prompts(
     *,
     prompt_key: str,
     chat_template: bool,
-    messages_alone: bool = False,
     max_length: int,
     overlong: Literal["drop", "error"],
     vocab_size: int,
@@ -167,7 +166,6 @@ def load_prompts(
         prompt_key: the key of a row that holds the prompt.
         chat_template: the prompt is a list of messages, or the text of one of the user's, rendered by the tokenizer's
             chat template.
-        messages_alone: with chat_template a text is an error: nobody has asked for texts to be rendered.
         max_length: tokens a prompt may have, special tokens included.
         overlong: what happens to a longer one: it is left out and counted, or it is an error.
         vocab_size: the token ids that the model knows are those below it.
@@ -186,15 +184,7 @@ def load_prompts(
     chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
     named = dict(columns or {})
     encoder = _Encoder(
-        tokenizer,
-        prompt_key,
-        chats,
-        max_length,
-        vocab_size,
-        columns=named,
-        first_messages=first_messages,
-        check=check,
-        messages_alone=messages_alone,
+        tokenizer, prompt_key, chats, max_length, vocab_size, columns=named, first_messages=first_messages, check=check
     )
     if chats is not None:
         chats.check_options()
@@ -231,7 +221,6 @@ class _Encoder:
     columns: Mapping[str, str]
     first_messages: FirstMessages | None
     check: Callable[[Mapping[str, Any]], None]
-    messages_alone: bool
     first: PromptText | None = field(default=None)  # whose columns all others have to have
 
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
@@ -287,8 +276,7 @@ class _Encoder:
         return text
 
     def _text(self, row: Row) -> PromptText:
-        own = rename_fields(row, self.columns)
-        text = prompt_text(own, self.prompt_key, self.template, messages_alone=self.messages_alone)
+        text = prompt_text(rename_fields(row, self.columns), self.prompt_key, self.template)
         self._check_columns(text)
         if text.token_ids is not None:
             check_token_ids(text.token_ids, f"{row.where}: {self.prompt_key}", self.vocab_size)

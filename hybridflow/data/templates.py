@@ -38,6 +38,7 @@ class TemplateOptions:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     form: Format = "openai"
     turns: Literal["auto", "together", "each"] = "auto"
+    texts: bool = True  # whether a prompt may be a text, the user's message
 
 
 @dataclass(frozen=True)

