@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small model on CPU processes, from nothing; as many as the config's layouts need, two by default. The model is
-# made here, but for configs of data/sums: that one is a published model, which is fetched.
+# made here. Configs that read data/sums take a published model, which is fetched.
 #
 #   bash launch/quickstart.sh [CONFIG] [KEY=VALUE ...]        CONFIG: configs/quickstart.yaml
 set -euo pipefail

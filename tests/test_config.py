@@ -381,7 +381,7 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
         ),
         (
             {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl", "reward": {"models": REWARD_MODELS}},
-            ["metrics.eval_interval = 5 needs metrics.eval_reward, or functions in reward"],
+            ["metrics.eval_interval = 5 needs metrics.eval_reward, data.environment, or functions in reward"],
         ),
         (
             {"data.heldout": {"a": {"files": "a.jsonl", "interval": 5}}},

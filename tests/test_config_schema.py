@@ -65,6 +65,10 @@ ACCEPTED = {
     "auto of a reference": {"reference__micro_batch_tokens": "auto"},
     "ranks as text": {"actor__ranks": "0-1", "reference__ranks": "0-1"},
     "one rank": {"rollout__ranks": 0},
+    "tasks": {
+        "data__train": {"reasoning_gym": [{"name": "chain_sum", "size": 9, "seed": 1}]},
+        "data__heldout": {"reasoning_gym": [{"name": "chain_sum", "size": 9, "seed": 99}]},
+    },
     "files": {"data__train": ["a.jsonl", {"path": "b.jsonl"}]},
     "an evaluation with arguments": {"metrics__eval_reward": {"function": "a:b", "arguments": {"x": [1]}}},
     "environment variables": {"env_vars": {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": 1}},

@@ -75,14 +75,14 @@ def test_memory_that_is_given_goes_before_that_of_a_profile(plan) -> None:
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="the GPUs here have a memory")
 def test_a_machine_without_gpus_knows_its_own_memory(last_line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared by the ranks. The config may be meant for another machine: the status is 0 where it does not fit."""
-    monkeypatch.setattr("hybridflow.trainers.auto.host_memory", lambda: (16 * GIB, 32 * GIB))
+    monkeypatch.setattr("hybridflow.parallel.host_memory.host_memory", lambda: (16 * GIB, 32 * GIB))
     line = last_line(status=0)
     assert line.startswith(
         "This machine has no GPU, and 4 GiB of memory for each of 8 ranks, of which libraries take 1. "
     )
     assert "Here the run does not fit: rank 0 in training needs 60.6 GiB. " in line
     assert line.endswith(" For GPUs give --memory-gib, --profile, or device_profile in the config.")
-    monkeypatch.setattr("hybridflow.trainers.auto.host_memory", lambda: (16 * GIB, 8 * 70 * GIB))
+    monkeypatch.setattr("hybridflow.parallel.host_memory.host_memory", lambda: (16 * GIB, 8 * 70 * GIB))
     assert "Here the run fits: rank 0 in training is fullest, with 60.6 GiB. " in last_line(status=0)
     assert last_line("platform=cuda", status=0).startswith("No verdict: no device memory is known.")
 

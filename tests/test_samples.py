@@ -59,7 +59,7 @@ def test_a_response_that_was_cut_says_so(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "23 + 45 is [cut here: sampling.max_response_length]" in shown and shown.count("cut here") == 1
+    assert "23 + 45 is [cut here by a limit]" in shown and shown.count("cut here") == 1
 
 
 def sample(score: float | None) -> ShownSample:

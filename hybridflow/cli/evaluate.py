@@ -129,6 +129,10 @@ def _written(options: Namespace) -> tuple[Path, Path]:
         use_variables(read_tree(configs[0], overrides))
     found = evaluated_model(options.model, options.checkpoint, base=options.base)
     source, tree = _config(found, options, configs, overrides)
+    if options.data and isinstance(data := tree.get("data"), dict):  # other rows do not change how prompts are read
+        from hybridflow.data.first_rows import rendered_in_training  # it loads numpy and more
+
+        tree = {**tree, "data": {**data, "chat_template": rendered_in_training(data)}}
     output = options.output or _output(found, tree)
     made = evaluation_tree(
         tree,

@@ -72,18 +72,19 @@ def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Re
 
 
 def _of_this_machine(run: "PlacedRun | PlacedFixed") -> str:
-    """What the memory of this machine, which has no GPU, means for the run; nothing where the run asks for GPUs."""
-    from hybridflow.trainers.auto import facts_of, memory_here
+    """What the memory of this machine, without a GPU, means for a run on CPUs; nothing for any other."""
+    from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
+    from hybridflow.trainers.auto import facts_of_gpus
 
-    if run.cuda or run.config.platform == "cuda":
+    if run.cuda or run.config.platform == "cuda" or facts_of_gpus({}) is not None:
         return ""
-    facts = facts_of({"device_profile": None}, memory_here(run.world_size))
-    room = max(0, facts.memory_bytes - facts.margin_bytes)
+    memory = host_memory()[1] // run.world_size
+    room = max(0, memory - LEAST_MEMORY)
     found = Verdict(fullest(with_room(run, room)), room)
     where, needed = f"rank {found.fullest.rank} in {found.fullest.moment}", _gib(found.fullest.bytes)
     verdict = f"fits: {where} is fullest, with" if found.fits else f"does not fit: {where} needs"
     ranks = f"{'each of ' if run.world_size > 1 else ''}{counted(run.world_size)}"
-    here = f"{_gib(facts.memory_bytes)} GiB of memory for {ranks}, of which libraries take {_gib(facts.margin_bytes)}"
+    here = f"{_gib(memory)} GiB of memory for {ranks}, of which libraries take {_gib(LEAST_MEMORY)}"
     return f"This machine has no GPU, and {here}. Here the run {verdict} {needed} GiB. "
 
 

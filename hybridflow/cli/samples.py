@@ -26,7 +26,7 @@ from hybridflow.errors import DataError, UserError
 from hybridflow.recording.marked_turns import Turn, marked
 
 WIDTH = 112  # columns of a pipe
-CUT = " [cut here: sampling.max_response_length]"
+CUT = " [cut here by a limit]"
 MOST_SHOWN = 200  # characters of a column
 STYLES = {"best": "green", "worst": "red", "random": "blue", "held-out": "cyan"}
 

@@ -10,7 +10,8 @@ def check_evaluation(data: DataConfig, metrics: MetricsConfig, *, functions_judg
     if every and not data.heldout:
         raise ValueError(f"metrics.eval_interval = {every} needs data.heldout")
     if every and not (metrics.eval_reward or data.environment or functions_judge):
-        raise ValueError(f"metrics.eval_interval = {every} needs metrics.eval_reward, or functions in reward")
+        who = "metrics.eval_reward, data.environment, or functions in reward"
+        raise ValueError(f"metrics.eval_interval = {every} needs {who}")
     for name, each in data.heldout_sets.items():
         key = f"data.heldout.{name}.interval = {each.interval}"
         if each.interval is not None and not every:

@@ -116,13 +116,14 @@ def _required(part: Schema, parts: Mapping[str, Schema]) -> Schema:
 
 
 def _needed_in(value: Schema, parts: Mapping[str, Schema]) -> Schema:
-    """The same of a key's value: a section alone, or each of a list."""
-    for each in (value, *value.get("anyOf", ())):
-        if "$ref" in each:
-            return _required(parts[each["$ref"].rpartition("/")[2]], parts)
-        if isinstance(each.get("items"), dict) and (inner := _needed_in(each["items"], parts)):
-            return {"items": inner}
-    return {}
+    """The same of a key's value: a section, one of several kinds of sections, or each of a list."""
+    kinds = (value, *value.get("anyOf", ()))
+    sections = [_required(parts[each["$ref"].rpartition("/")[2]], parts) for each in kinds if "$ref" in each]
+    lists = [_needed_in(each["items"], parts) for each in kinds if isinstance(each.get("items"), dict)]
+    found: Schema = {"items": lists[0]} if any(lists) else {}
+    if all(sections):
+        found |= {"anyOf": sections} if len(sections) > 1 else (sections or [{}])[0]
+    return found
 
 
 def _algorithm_without_base(parts: Mapping[str, Schema]) -> Schema:

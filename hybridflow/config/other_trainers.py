@@ -63,7 +63,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "every column of data.train beside the prompt reaches the functions by its name",
     ),
     ("data.chat_template_kwargs", "apply_chat_template_kwargs chat_template_kwargs enable_thinking", ""),
-    ("data.chat_template", "apply_chat_template input_template", "true where a prompt is a list of messages"),
+    (
+        "data.chat_template",
+        "apply_chat_template input_template",
+        "true renders texts too; messages need no key",
+    ),
     ("data.max_prompt_length", "max_prompt_length prompt_max_len prompt_length max_input_seq_length", "tokens"),
     ("data.overlong_prompts=drop", "filter_overlong_prompts", ""),
     ("data.overlong_prompts", "data.truncation truncation", "drop or error: no prompt is cut"),

@@ -19,10 +19,14 @@ from hybridflow.convert.output import check_target, new_directory
 from hybridflow.convert.processes import Processes
 from hybridflow.convert.progress import say, size_text
 from hybridflow.errors import CheckpointError, UserError
-from hybridflow.formats.gguf_files import gguf_file
+from hybridflow.formats.gguf_files import SUFFIX, gguf_file
 
+KINDS = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 BEGINS = "tokenizer.ggml.add_bos_token"  # whether a text begins with the begin token
-BEGINS_UNSAID = {"llama": True}  # by tokenizer.ggml.model, where the file does not say it, as llama.cpp has it
+# where the file does not say it, as llama.cpp has it: by tokenizer.ggml.model, and by tokenizer.ggml.pre
+BEGINS_UNSAID = {"llama", "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+HEAD = "lm_head.weight"
+NOT_READ = ("rope_freqs.weight",)  # tensors that transformers leaves out, without which the model is another
 
 
 def from_gguf(
@@ -43,6 +47,8 @@ def from_gguf(
     file = gguf_file(source)
     if file is None:
         raise CheckpointError(f"{source}: is no GGUF file (*.gguf), and holds none")
+    if source.is_dir() and len(others := sorted(each.name for each in source.glob(f"*{SUFFIX}"))) > 1:
+        raise CheckpointError(f"{source}: holds {', '.join(others)}: name one of them")
     check_target(target, source, overwrite=overwrite)
     try:
         version("gguf")
@@ -50,7 +56,10 @@ def from_gguf(
         raise UserError("gguf-to-hf: the package gguf is not installed: pip install 'hybridflow[gguf]'") from error
     say(console, f"{file}: reading {size_text(file.stat().st_size)} of blocks, a minute for a small model")
     try:
+        _check_tensors(file)
         model, tokenizer = _read(file, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
     except (
         Exception
     ) as error:  # transformers, gguf and numpy each have their own for a file that is not as it should be
@@ -65,6 +74,18 @@ def from_gguf(
     say(console, f"{target}: {type(model).__name__}, {size_text(size)} in {str(dtype).removeprefix('torch.')}")
 
 
+def _check_tensors(file: Path) -> None:
+    """Errors: CheckpointError for a part of a split file, and for what transformers would leave out in silence."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    if "split.count" in reader.fields and int(reader.fields["split.count"].contents()) > 1:
+        raise CheckpointError("is a part of a split file: join the parts with `llama-gguf-split --merge`")
+    left_out = [tensor.name for tensor in reader.tensors if tensor.name in NOT_READ]
+    if left_out:
+        raise CheckpointError(f"has {left_out[0]}, rotary frequencies that transformers does not read from such a file")
+
+
 def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -74,8 +95,12 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     shown = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     plain: Any = GgufConfig(dequantize=True)  # else the model keeps blocks, which no directory of safetensors has
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    load: Any = AutoModelForCausalLM.from_pretrained
     with shown:  # its bar fills a file with lines
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, quantization_config=plain)
+        model, loaded = load(**where, dtype=dtype, quantization_config=plain, output_loading_info=True)
+    lacking = sorted(name for name in loaded["missing_keys"] if not (name == HEAD and model.config.tie_word_embeddings))
+    if lacking:
+        raise CheckpointError(f"the file has no {lacking[0]}, and {len(lacking) - 1} more tensors of the model")
     vars(model.config).pop("_model_name_or_path", None)  # a title in the file's metadata
     return model, AutoTokenizer.from_pretrained(**where)
 
@@ -85,8 +110,8 @@ def _begin_as_the_file_says(file: Path, tokenizer: Any) -> None:
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
-    kind = fields["tokenizer.ggml.model"].contents() if "tokenizer.ggml.model" in fields else ""
-    wanted = bool(fields[BEGINS].contents()) if BEGINS in fields else BEGINS_UNSAID.get(str(kind), False)
+    kinds = {str(fields[name].contents()) for name in KINDS if name in fields}
+    wanted = bool(fields[BEGINS].contents()) if BEGINS in fields else bool(kinds & BEGINS_UNSAID)
     if wanted != _begins(tokenizer):
         tokenizer.add_bos_token = wanted
         tokenizer.update_post_processor()

@@ -23,7 +23,7 @@ from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import prompt_summary
+from hybridflow.data.understood import AS_THEY_ARE, RENDERED, prompt_summary
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.specs import check_row, pool_specs
@@ -66,10 +66,15 @@ class Inputs:
         ]
         return [*lines, *([] if self.ending is None else [self.ending])]
 
+    def rendering(self) -> list[str]:
+        """Who renders prompts, where a tokenizer could."""
+        could = self.chat_template or self.tokenizer.chat_template is not None
+        return [RENDERED if self.chat_template else AS_THEY_ARE] * could
+
     def understood(self, config: ExperimentConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
-        lines = prompt_summary(config, self.train, self.ends, self.tokenizer, by_template=self.chat_template)
-        return [*lines, *self.tokenizers]
+        lines = prompt_summary(config, self.train, self.ends, self.tokenizer)
+        return [*self.rendering(), *lines, *self.tokenizers]
 
 
 def load_inputs(
@@ -156,6 +161,7 @@ def _prompts(
     environment: EnvironmentInputs | AgentInputs | None,
     check: Callable[[Mapping[str, Any]], None],
 ) -> PromptDataset:
+    texts = data.chat_template is not None or environment is not None
     return load_prompts(
         files,
         tokenizer,
@@ -166,7 +172,7 @@ def _prompts(
         vocab_size=vocab_size,
         bad_rows=data.bad_rows,
         columns=data.columns,
-        template=TemplateOptions(data.chat_template_kwargs, data.message_format, texts=data.chat_template is not None),
+        template=TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts),
         checked_bytes=_checked_bytes(key, data),
         key=key,
         check=check,

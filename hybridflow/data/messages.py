@@ -29,8 +29,8 @@ def read_messages(given: Any, field: str, form: Format = "openai") -> list[Messa
     """Errors: RowError unless it is a list of messages, one of which has content."""
     if not isinstance(given, list):
         raise RowError(
-            f"{field} = {shown(given)} is a {type(given).__name__}; with data.chat_template a prompt "
-            f"is a list of messages",
+            f"{field} = {shown(given)} is a {type(given).__name__}; what data.chat_template renders "
+            f"is a list of messages, or a text",
             "wrong type",
         )
     if not given:

@@ -24,21 +24,14 @@ ANSWERS = ("answer", "ground_truth", "solution", "label", "labels", "target", "t
 
 
 def prompt_summary(
-    config: ExperimentConfig,
-    prompts: PromptDataset,
-    ends: EndTokens,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    by_template: bool,
+    config: ExperimentConfig, prompts: PromptDataset, ends: EndTokens, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Who renders prompts, end tokens, the first prompt, the first answers, and where scores are read."""
+    """End tokens, the first prompt, the first answers, and where scores are read."""
     order = prompts.order(config.seed, config.data.shuffle)
     first = prompts.draw(order, min(NUM_ROWS, len(prompts))).batch
     ids = first.input_ids[: int(first.lengths[0])].tolist()
     prompt = f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"
     lines = [ends.described(tokenizer), prompt if ids else "prompts: the first requests of the agent"]
-    if by_template or tokenizer.chat_template is not None:
-        lines.insert(0, RENDERED if by_template else AS_THEY_ARE)
     answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")

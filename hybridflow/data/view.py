@@ -22,7 +22,7 @@ from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import example_summary, prompt_summary
+from hybridflow.data.understood import AS_THEY_ARE, RENDERED, example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
 from hybridflow.rewards.specs import check_columns
 
@@ -68,7 +68,9 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, ExperimentConfig):
         prompts, ends, by_template = train_prompts(config, tokenizer, vocab_size)
         check_columns(config, prompts.column_names, "data.train")
-        yield from prompt_summary(config, prompts, ends, tokenizer, by_template=by_template)
+        if by_template or tokenizer.chat_template is not None:
+            yield RENDERED if by_template else AS_THEY_ARE
+        yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
             prompts.rows,

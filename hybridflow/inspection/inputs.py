@@ -118,7 +118,7 @@ def _prompts(
     key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Inspected:
     data, files = config.data, open_files(named_files, key)
-    texts = data.chat_template is not None
+    texts = data.chat_template is not None or data.environment is not None
     options = TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts)
     by_template = renders(data, files if key == "data.train" else open_files(data.train, "data.train"))
     template = ChatTemplate(tokenizers[0], options) if by_template else None

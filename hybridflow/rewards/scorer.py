@@ -22,7 +22,7 @@ from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls
-from hybridflow.rewards.specs import function_names, function_weights
+from hybridflow.rewards.specs import function_names, function_weights, judging_weights
 from hybridflow.roles.values import RewardModel
 
 
@@ -43,6 +43,7 @@ class Scores:
 
     functions: of each function of the sum, what the calls have taken and which rows have failed.
     failure: of a function on this rank, which ends the run where all ranks exchange what they know.
+    judging: the weights of the functions where their sum says what is right.
     """
 
     terms: tuple[PartialTensor, ...]
@@ -50,6 +51,7 @@ class Scores:
     names: tuple[str, ...]
     functions: tuple[FunctionScores, ...] = ()
     failure: RewardError | None = None
+    judging: tuple[float, ...] = ()
 
     def parts(self) -> tuple[PartialTensor, ...]:
         """All that is exchanged: the terms, then what the functions took, then their failures."""
@@ -64,12 +66,12 @@ class Scores:
         return total
 
     def of_functions(self, wholes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(N,) the sum of the functions alone, without models; and above 0 where a function has failed on the row.
+        """(N,) the sum of the functions alone, by `judging`; and above 0 where a function has failed on the row.
 
         Of a run without an environment, whose terms would stand behind those of the functions.
         """
         first = len(self.terms) - sum(len(function.parts) for function in self.functions)
-        own = zip(self.weights[first:], wholes[first : len(self.terms)], strict=True)
+        own = zip(self.judging, wholes[first : len(self.terms)], strict=True)
         total = torch.zeros_like(wholes[first])
         for weight, score in own:
             total += weight * score
@@ -131,6 +133,7 @@ class Scorer:
             *(weight for weights in function_weights(config) for weight in weights),
             *(environment.weights if environment is not None else ()),
         )
+        self._judging = tuple(weight for weights in judging_weights(config) for weight in weights)
         self._names = (*_part_names(config), *(environment_parts(environment) if environment is not None else ()))
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
@@ -145,7 +148,7 @@ class Scorer:
                 failure = error
             given = environment_terms(rollout, self._caller.rank, self._caller.world_size)
         terms = (*models, *(part for function in functions for part in function.parts), *given)
-        return Scores(terms, self._weights, self._names, tuple(functions), failure)
+        return Scores(terms, self._weights, self._names, tuple(functions), failure, judging=self._judging)
 
     def call_ahead(self, prompts: PromptBatch) -> RolloutCalls | None:
         """Of the rollout that is about to be made: the functions that need not wait for it."""

@@ -52,7 +52,8 @@ def check_row(config: ExperimentConfig, key: str, columns: Mapping[str, Any]) ->
     scoring, right = config.reward or ScoringConfig(), config.metrics.eval_reward
     if scoring.on_error == "score":
         return
-    judges = [*scoring.functions] if key == "data.train" or config.reward_functions_judge else []
+    judging = config.reward_functions_judge and config.metrics.eval_interval > 0
+    judges = [*scoring.functions] if key == "data.train" or judging else []
     if key != "data.train" and right is not None:
         judges = [_of_evaluation(right, scoring.functions)]
     for function in judges:
@@ -110,6 +111,17 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
         for function in config.functions
     ]
     return (*of_functions, *((remote.weight,) for remote in config.remote))
+
+
+def judging_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
+    """The same where the sum says what is right: penalties of length do not."""
+    shaping = [_shapes_length(function) for function in config.functions] + [False] * len(config.remote)
+    both = zip(function_weights(config), shaping, strict=True)
+    return tuple((0.0,) * len(weights) if shapes else weights for weights, shapes in both)
+
+
+def _shapes_length(function: RewardFunctionConfig) -> bool:
+    return function.function in ("hybridflow.rewards:length_penalty", "hybridflow.rewards.texts:length_penalty")
 
 
 def _of_evaluation(right: EvalRewardConfig, functions: Sequence[RewardFunctionConfig]) -> RewardFunctionConfig:

