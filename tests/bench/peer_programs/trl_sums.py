@@ -31,10 +31,13 @@ EVALUATED = 50  # rows of a batch
 
 
 class Evaluations(TrainerCallback):
-    """Greedy accuracy on the held-out rows before the first step and every so many; its seconds are in no phase."""
+    """Greedy accuracy on the held-out rows before the first step, every so many and after the last.
 
-    def __init__(self, rows: list[dict[str, Any]], tokenizer: Any, every: int, tokens: int) -> None:
-        self.rows, self.tokenizer, self.every, self.tokens = rows, tokenizer, every, tokens
+    No phase has the seconds of an evaluation.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], tokenizer: Any, *, every: int, last: int, tokens: int) -> None:
+        self.rows, self.tokenizer, self.every, self.last, self.tokens = rows, tokenizer, every, last, tokens
         self.steps, self.found = 0, dict[int, float]()
 
     def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
@@ -42,7 +45,7 @@ class Evaluations(TrainerCallback):
 
     def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.steps += 1
-        if self.steps % self.every == 0:
+        if self.steps % self.every == 0 or self.steps == self.last:
             self._evaluate(model)
 
     @torch.no_grad()
@@ -90,7 +93,8 @@ def main() -> None:
     train, heldout = (read(Path(setting[key])) for key in ("train", "heldout"))
     steps = setting["rows"] // setting["mini_batch"]
     marks = Marks(steps)
-    evaluations = Evaluations(heldout, tokenizer, steps * setting["eval_interval"], setting["tokens"])
+    every, last = steps * setting["eval_interval"], steps * setting["iterations"]
+    evaluations = Evaluations(heldout, tokenizer, every=every, last=last, tokens=setting["tokens"])
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32),
         reward_funcs=rewards,
