@@ -75,6 +75,9 @@ def load(**changes: Any) -> ExperimentConfig:
 def test_the_reward_functions_of_a_run_judge_where_nothing_else_does() -> None:
     evaluated = {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl"}
     assert load(**evaluated).reward_functions_judge
+    length = {"function": "hybridflow.rewards:length_penalty", "arguments": {"best": 1, "most": 2}}
+    with pytest.raises(ValueError, match=r"needs metrics\.eval_reward"):
+        load(**evaluated, reward={"functions": [length]})
     assert not load(**evaluated, **{"metrics.eval_reward": "m:f"}).reward_functions_judge
 
 

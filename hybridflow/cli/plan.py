@@ -289,7 +289,7 @@ def _plan(options: argparse.Namespace) -> int:
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
-    plan["verdict"] = verdict_report(placed, facts)
+    plan["verdict"] = verdict_report(placed, facts, elsewhere=options.hosts is not None)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:

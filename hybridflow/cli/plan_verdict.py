@@ -40,10 +40,13 @@ def on_devices_of(config: Config, facts: "Facts | None") -> Config:
     return config.model_copy(update={"platform": facts.platform})
 
 
-def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Report":
-    """fits: None where no device is named: a config may be meant for other machines than this one."""
+def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None", *, elsewhere: bool = False) -> "Report":
+    """fits: None where no device is named: a config may be meant for other machines than this one.
+
+    elsewhere: the hosts of the run are named, and need not be this one.
+    """
     if facts is None:
-        here = _of_this_machine(run)
+        here = "" if elsewhere else _of_this_machine(run)
         return {"fits": None, "line": f"{here}{OTHERS}" if here else UNKNOWN}
     found = verdict(run, max(0, facts.memory_bytes - facts.margin_bytes))
     fullest = found.fullest

@@ -77,8 +77,9 @@ class ExperimentConfig(RunConfig):
     @property
     def reward_functions_judge(self) -> bool:
         """Whether nothing else says what is right in evaluations: the weighted sum of reward.functions and .remote."""
-        named = self.reward is not None and bool(self.reward.functions or self.reward.remote)
-        return named and self.metrics.eval_reward is None and self.data.environment is None
+        scoring = self.reward
+        judges = [] if scoring is None else [*scoring.remote, *(f for f in scoring.functions if not f.shapes_length)]
+        return bool(judges) and self.metrics.eval_reward is None and self.data.environment is None
 
     def with_chat_template(self, known: bool) -> "ExperimentConfig":
         """With what data.chat_template = null has come to, which the run's directory and checkpoints then say."""

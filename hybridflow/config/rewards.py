@@ -40,6 +40,11 @@ class RewardFunctionConfig(Section):
     concurrency: PositiveInt = 16
     """Calls of an async function at the same time, on each rank."""
 
+    @property
+    def shapes_length(self) -> bool:
+        """Whether the score is a penalty of length, which says nothing on what is right."""
+        return self.function in ("hybridflow.rewards:length_penalty", "hybridflow.rewards.texts:length_penalty")
+
 
 class EvalRewardConfig(Section):
     """The function whose 1.0 counts as right; a text is the function alone."""

@@ -60,9 +60,7 @@ def from_gguf(
         model, tokenizer = _read(file, dtype)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except (
-        Exception
-    ) as error:  # transformers, gguf and numpy each have their own for a file that is not as it should be
+    except Exception as error:  # transformers, gguf and numpy each have their own for a damaged file
         raise CheckpointError(f"{file}: transformers cannot read it: {type(error).__name__}: {error}") from error
     _begin_as_the_file_says(file, tokenizer)
     size = sum(weight.nbytes for weight in model.parameters())

@@ -15,8 +15,6 @@ def gguf_file(path: Path) -> Path | None:
 def gguf_hint(path: Path) -> str:
     """What to do with a GGUF file in the place of a model's directory, to be put behind an error; else nothing."""
     file = gguf_file(path)
-    return (
-        ""
-        if file is None
-        else f"; {file.name} is a GGUF file: run `hybridflow convert gguf-to-hf {file} DIR`, then name DIR"
-    )
+    if file is None:
+        return ""
+    return f"; {file.name} is a GGUF file: run `hybridflow convert gguf-to-hf {file} DIR`, then name DIR"

@@ -115,13 +115,9 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
 
 def judging_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
     """The same where the sum says what is right: penalties of length do not."""
-    shaping = [_shapes_length(function) for function in config.functions] + [False] * len(config.remote)
+    shaping = [function.shapes_length for function in config.functions] + [False] * len(config.remote)
     both = zip(function_weights(config), shaping, strict=True)
     return tuple((0.0,) * len(weights) if shapes else weights for weights, shapes in both)
-
-
-def _shapes_length(function: RewardFunctionConfig) -> bool:
-    return function.function in ("hybridflow.rewards:length_penalty", "hybridflow.rewards.texts:length_penalty")
 
 
 def _of_evaluation(right: EvalRewardConfig, functions: Sequence[RewardFunctionConfig]) -> RewardFunctionConfig:
