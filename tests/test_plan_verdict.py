@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridflow.cli.plan import main
+from hybridflow.parallel.device import CHOSEN
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -89,6 +90,7 @@ def test_a_machine_without_gpus_knows_its_own_memory(last_line, monkeypatch: pyt
 
 def test_the_gpus_that_are_here_have_a_memory(plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated H100 of 79 GiB: the verdict goes by the smallest that fits, without an option."""
+    monkeypatch.delenv(CHOSEN, raising=False)  # a test before this one may have chosen CPUs for its process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     here = SimpleNamespace(total_memory=79 * GIB)
