@@ -79,7 +79,7 @@ class CheckpointManager:
         self._may_lack = True  # whether no message has said that the metric of stop_when is missing
         self._may_lack_best = config.checkpoint.keep_best > 0  # the same for the metric of keep_best
         self.notes: list[str] = []
-        self._may_load_rollout = False  # whether this start generates what the one before did
+        self.may_load_rollout = self.is_fork = False  # whether this start generates what the one before did
         self.completed: Callable[[RunState], RunState] = lambda state: state  # with what a save has beside; collective
         self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
         raise_together(lambda: self._take_lock(restarts), group)
@@ -257,7 +257,7 @@ class CheckpointManager:
 
         read: reads a file; where it raises DataError, the engine generates the same responses again.
         """
-        if not self._may_load_rollout or self.state is None or iteration != self.state.iteration + 1:
+        if not self.may_load_rollout or self.state is None or iteration != self.state.iteration + 1:
             return None
         return read_rollout(self._root / ROLLOUT, iteration, read, self._group)
 
@@ -296,22 +296,15 @@ class CheckpointManager:
         ]
         for compared in found:
             compared.refuse()
-        self._may_load_rollout = not source.is_fork and all(
+        self.may_load_rollout = not source.is_fork and all(
             change.effect is Effect.FREE for compared in found for change in compared.found
         )
+        self.is_fork = source.is_fork
         restore(source, roles, self._group)
         how = "a fork of" if source.is_fork else "resumes from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
         self.notes += [line for compared in found for line in compared.lines()]
         self.notes += not_compared(saved.digests, self.digests)
-        if source.is_fork:  # a fork may have other prompts, and a surplus has numbers of the old prompts
-            state = replace(state, surplus=None)
-        if not self._may_load_rollout:
-            if state.next_rollout is not None:
-                self.notes.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
-            if state.under_way is not None:
-                self.notes.append("responses under way in the checkpoint are dropped, with their prompts")
-            state = replace(state, next_rollout=None, under_way=None)
         if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
@@ -360,11 +353,7 @@ class CheckpointManager:
         before = self._saver.seconds
         forked_from = None if self._source is None else self._source.forked_from
         config = self._config.model_dump(mode="json")
-        if state.surplus is not None:
-            state = replace(state, surplus=replace(state.surplus, tensors=self._portable(state.surplus.tensors)))
-        if state.next_rollout is not None:
-            of_file = self._portable(state.next_rollout.tensors)
-            state = replace(state, next_rollout=replace(state.next_rollout, tensors=of_file))
+        state = replace(state, kept={name: self._portable(tensors) for name, tensors in state.kept.items()})
         self._saver.save(SavedRun(state, config, self.digests, self._metrics, forked_from))
         self._saved_at = time.monotonic()
         self._longest_save = max(self._longest_save, self._saver.seconds - before)

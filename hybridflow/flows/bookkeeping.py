@@ -22,9 +22,8 @@ from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
-from hybridflow.flows.draws import Draws, PromptDraws
 from hybridflow.flows.finite import check_finite
-from hybridflow.flows.generation import NO_IDS, Generation
+from hybridflow.flows.generation import Source
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.models import Roles
@@ -191,15 +190,12 @@ class OnlineBookkeeping(Bookkeeping):
         config: ExperimentConfig,
         roles: Roles,
         prompts: PromptDataset,
-        generation: Generation,
-        *,
-        draws: Draws | None = None,
+        source: Source,
         **shared: Any,
     ) -> None:
-        """draws: where the prompts of an iteration come from; None: in order from `prompts`."""
+        """prompts: those of data.train. source: of the iteration's prompts and responses."""
         super().__init__(roles, **shared)
-        self._config, self._prompts, self._generation = config, prompts, generation
-        self._draws = PromptDraws(config, prompts) if draws is None else draws
+        self._config, self._prompts, self._source = config, prompts, source
 
     def skip_to(self, run: IterationData, iteration: int) -> None:
         """Make this iteration the next one; prompts of the iterations that are skipped count as drawn."""
@@ -208,23 +204,20 @@ class OnlineBookkeeping(Bookkeeping):
             run.state = replace(run.state, iteration=iteration - 1, num_prompts_drawn=drawn)
 
     def draw(self, run: IterationData) -> None:
-        drawn = self._draws.draw(run.state.num_prompts_drawn)
-        self._generation.set_seed_position(drawn.first)
+        drawn = self._source.draw(run.state.num_prompts_drawn)
         self._note_dropped(drawn.dropped)
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
         run.state = replace(run.state, num_prompts_drawn=drawn.position)
 
     def prompts_at(self, rows: Sequence[int]) -> PromptBatch:
         """By their numbers in the data set."""
-        return self._draws.at(rows)
+        return self._source.at(rows)
 
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
-        self._generation.begin(iteration, num_iterations)
+        needed = self._source.begin(iteration, num_iterations)
         if self.roles.actor is not None and self.roles.actor.records is not None:
-            surplus, kept = run.state.surplus, self._generation.kept_records()
-            if surplus is not None:  # of which the next batch begins
-                kept = torch.cat([kept, surplus.tensors.get(IDS, NO_IDS)])
-            self.roles.actor.records.keep_only(kept)
+            needed = torch.cat([needed, *(tensors[IDS] for tensors in run.state.kept.values() if IDS in tensors)])
+            self.roles.actor.records.keep_only(needed)
         super().begin(run, iteration, num_iterations)
 
     def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
@@ -249,8 +242,8 @@ class OnlineBookkeeping(Bookkeeping):
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
             reference.copy_weights(actor)
         metrics |= staleness_metrics(batch, run.iteration) | self._costs(run, batch)
-        metrics |= self._generation.metrics(batch, metrics, self.exchange.group.size())
-        self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
+        metrics |= self._source.metrics(metrics, self.exchange.group.size())
+        self._source.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
         return Iteration(
             run.iteration,
@@ -264,7 +257,7 @@ class OnlineBookkeeping(Bookkeeping):
 
     def _turns(self, batch: RolloutBatch) -> Metrics:
         found = turn_metrics(batch) if batch.has_rewards else {}
-        counts = self._generation.turn_counts
+        counts = self._source.turn_counts
         if counts is not None:
             values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)
             found |= count_metrics(dict(zip(counts.names(), self.exchange.sum(values).tolist(), strict=True)))
@@ -272,16 +265,17 @@ class OnlineBookkeeping(Bookkeeping):
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
         trained = self.roles.actor.training_model if self.roles.actor is not None else None
+        generation = self._source.costs()
         return cost_metrics(
             batch,
             watch=self.watch,
-            reshards=self._generation.costs,
+            reshards=generation.reshards,
             exchange=self.exchange,
             actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
-            engine_bytes=self._generation.own_bytes,
+            engine_bytes=generation.engine_bytes,
             num_steps=self._num_steps(),
-            cache_use=self._generation.pop_cache_use(),
-            num_generated=self._generation.num_generated,
+            cache_use=generation.cache_use,
+            num_generated=generation.num_generated,
         )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config import ExperimentConfig
@@ -24,16 +23,6 @@ class PromptDraw:
     dropped: Dropped
 
 
-class Draws(Protocol):
-    """Where an iteration has prompts from."""
-
-    def draw(self, position: int) -> PromptDraw:
-        """The prompts behind the first `position` ones of the run."""
-
-    def at(self, numbers: Sequence[int]) -> PromptBatch:
-        """By their numbers in the data set."""
-
-
 class PromptDraws:
     """From data.train. Collective over the world where an environment begins rows."""
 
@@ -41,7 +30,7 @@ class PromptDraws:
         self._config, self._prompts = config, prompts
 
     def draw(self, position: int, count: int | None = None) -> PromptDraw:
-        """See `Draws`. count: of prompts; None: data.prompts_per_iteration."""
+        """Those behind the first `position` ones of the run. count: of prompts; None: data.prompts_per_iteration."""
         data = self._config.data
         order = self._prompts.order(self._config.seed, data.shuffle, position=position)
         first, count = order.position, data.prompts_per_iteration if count is None else count
@@ -50,5 +39,5 @@ class PromptDraws:
         return PromptDraw(drawn.batch, drawn.numbers, first, order.position, drawn.dropped)
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
-        """See `Draws`."""
+        """By their numbers in the data set."""
         return self._prompts.batch(list(numbers))

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from hybridflow.algorithms.groups import equal_groups
 from hybridflow.batch import RolloutBatch, joined, offsets, token_index
-from hybridflow.checkpoint.state import RunState, Surplus
+from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.flows.run import Run
 from hybridflow.models.routing import as_record
 from hybridflow.rewards.scorer import Scores
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 
+SURPLUS, PROMPTS = "surplus", "prompts"  # groups beyond the batch of an iteration, in `RunState.kept`; their numbers
 PART = "part of the score "  # before the names of such tensors in a surplus
 
 
@@ -68,23 +69,27 @@ class Groups:
         parts = {name: torch.cat([self.parts[name], other.parts[name]]) for name in common}
         return type(self)((*self.prompts, *other.prompts), rollout, scores, parts)
 
-    def surplus(self) -> Surplus | None:
-        """For the next iteration, and a checkpoint; None where there are none."""
+    def tensors(self) -> Tensors | None:
+        """For the next iteration, and a checkpoint: a rollout's, raw_scores and their parts, and the prompts' numbers.
+
+        None where there are no groups.
+        """
         parts = {f"{PART}{name}": part for name, part in self.parts.items()}
-        tensors = self.rollout.tensors() | {"raw_scores": self.raw_scores} | parts
-        return Surplus(self.prompts, tensors) if self.prompts else None
+        numbers = torch.tensor(self.prompts, dtype=torch.int64)
+        tensors = self.rollout.tensors() | {"raw_scores": self.raw_scores, PROMPTS: numbers} | parts
+        return tensors if self.prompts else None
 
 
 def _numbered(rollout: RolloutBatch, sizes: Tensor) -> RolloutBatch:
     return replace(rollout, prompt_indices=torch.arange(len(sizes)).repeat_interleave(sizes))
 
 
-def groups_of(surplus: Surplus) -> Groups:
-    """What `Groups.surplus` gave."""
-    tensors = dict(surplus.tensors)
-    raw_scores = tensors.pop("raw_scores")
+def groups_of(kept: Tensors) -> Groups:
+    """What `Groups.tensors` gave."""
+    tensors = dict(kept)
+    raw_scores, prompts = tensors.pop("raw_scores"), tuple(tensors.pop(PROMPTS).tolist())
     parts = {name.removeprefix(PART): tensors.pop(name) for name in list(tensors) if name.startswith(PART)}
-    return Groups(surplus.prompts, RolloutBatch(**tensors), raw_scores, parts)
+    return Groups(prompts, RolloutBatch(**tensors), raw_scores, parts)
 
 
 def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
@@ -92,14 +97,14 @@ def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
 
     records: take these; None: nobody replays them.
     """
-    surplus = state.surplus
-    if surplus is None or EXPERTS not in surplus.tensors:
+    tensors = dict(state.kept.get(SURPLUS, {}))
+    experts = tensors.pop(EXPERTS, None)
+    if experts is None:
         return state
-    tensors = {name: tensor for name, tensor in surplus.tensors.items() if name != EXPERTS}
-    groups = groups_of(replace(surplus, tensors=tensors))
+    groups = groups_of(tensors)
     if records is not None:
-        groups = replace(groups, rollout=records.take(groups.rollout, as_record(surplus.tensors[EXPERTS])))
-    return replace(state, surplus=groups.surplus())
+        groups = replace(groups, rollout=records.take(groups.rollout, as_record(experts)))
+    return state.keeping(SURPLUS, groups.tensors())
 
 
 def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:
@@ -122,7 +127,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
     assert kept is not None, "there is one round at least"
     batch, rest = kept.select(range(min(wanted, len(kept)))), kept.select(range(wanted, len(kept)))
     filled = _filled(batch, equal, wanted)
-    run.state = replace(run.state, surplus=rest.surplus() if c.surplus == "keep" else None)
+    run.state = run.state.keeping(SURPLUS, rest.tensors() if c.surplus == "keep" else None)
     run.take(filled.prompts, filled.rollout, filled.parts)
     numbers = {"before": num_before, "generated": num_generated, "rounds": num_rounds, "filled": wanted - len(batch)}
     _tell(run, numbers, num_equal=sum(map(len, equal)), num_rest=len(rest), keeps=c.surplus == "keep")
@@ -141,10 +146,9 @@ def nothing_to_learn(scores: Tensor, rollout: RolloutBatch) -> Tensor:
 
 def _from_before(run: Run) -> Groups | None:
     """The surplus of the iteration before; None where there is none, or where a group had another size then."""
-    surplus = run.state.surplus
-    if surplus is None:
+    if SURPLUS not in run.state.kept:
         return None
-    groups = groups_of(surplus)
+    groups = groups_of(run.state.kept[SURPLUS])
     return groups if groups.sizes.tolist() == run.samples.for_lengths(groups.prompt_lengths) else None
 
 

@@ -8,21 +8,36 @@ depends neither on the clock nor on how many engine replicas there are. Rollout 
 nobody trains, and the last iteration makes no next rollout.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
-from hybridflow.checkpoint.state import NextRollout, RunState
-from hybridflow.errors import FlowError
-from hybridflow.flows.draws import Draws, PromptDraw
-from hybridflow.flows.generation import NO_IDS, SAMPLED, DeferredRows, Generation, Greedy, Sampled
+from hybridflow.checkpoint.state import RunState, Tensors
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import CheckpointError, FlowError
+from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.evaluate import HeldoutSet
+from hybridflow.flows.generation import (
+    NO_IDS,
+    SAMPLED,
+    DeferredRows,
+    Delivered,
+    GenerationCosts,
+    Kinds,
+    Moment,
+    begin_scoring,
+    costs_of,
+    forget_measures,
+    heldout_rollout,
+)
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.models.routing import as_record
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
@@ -30,10 +45,13 @@ from hybridflow.parallel.platform import world_group
 from hybridflow.recording.engine_report import EngineReport, engine_metrics
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
+from hybridflow.roles.policy import Actor
 from hybridflow.rollout.generation import AskedResponses, RowResponses
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 from hybridflow.rollout.turns import TurnCounts
 
+NEXT = "next_rollout"  # in `RunState.kept`: a rollout's tensors, and these
+PROMPTS, NUMBERS, REPORT = "prompts", "numbers", "report"
 EARLIER = "rollout.max_staleness: a rollout is under way before the flow asks for it, so that the flow may ask for"
 
 
@@ -48,78 +66,78 @@ class PlannedRollout:
     rollout: RolloutBatch | None = None
     report: EngineReport | None = None
 
-    def for_checkpoint(self) -> NextRollout:
-        """Of one that is handed over."""
+    def tensors(self) -> Tensors:
+        """For a checkpoint, of one that is handed over. prompts: numbers in the data set. numbers: the iteration of the
+        seeds, how many prompts the run has drawn with these, the actor's version. report: of the engines' ranks.
+        """
         assert self.rollout is not None and self.report is not None, "engines have not handed it over"
-        return NextRollout(
-            self.iteration,
-            self.draw.numbers,
-            self.draw.position,
-            self.version,
-            report=self.report.tensor(),
-            tensors=self.rollout.tensors(),
-        )
+        numbers = torch.tensor([self.iteration, self.draw.position, self.version], dtype=torch.int64)
+        prompts = torch.tensor(self.draw.numbers, dtype=torch.int64)
+        return {**self.rollout.tensors(), PROMPTS: prompts, NUMBERS: numbers, REPORT: self.report.tensor()}
 
 
-class OneStepOffGeneration(Generation):
-    """Of the ranks that train; it draws the prompts, too. Calls are collective over them, and engines take part.
+class OneStepOff:
+    """See `Source`: of the ranks that train. Engines take part in what is collective.
 
-    begins_rows: an environment does, on all ranks together.
-    everyone: the exchange of all ranks. following: the rollout that a checkpoint has. goes_on: there is a
-    checkpoint.
-    stop: takes the wish of an engine's rank that the run end.
+    everyone: the exchange of all ranks. stop: takes the wish of an engine's rank that the run end. kept: the rollout
+    that a checkpoint has. usable: whether this start may go on with it. goes_on: there is a checkpoint.
     """
 
-    generator: Generator
+    models_in_place = True
 
     def __init__(
         self,
         generator: Generator,
-        *given: Any,
-        draws: Draws,
-        begins_rows: bool,
+        scoring: OverlappedScoring,
+        actor: Actor | None,
+        config: ExperimentConfig,
+        *,
+        draws: PromptDraws,
         orders: EngineOrders,
         everyone: Exchange,
         stop: Callable[[], None],
-        following: NextRollout | None,
+        hooks: RunHooks,
+        kept: Tensors | None,
+        usable: bool,
         goes_on: bool,
-        **named: Any,
     ) -> None:
-        super().__init__(generator, *given, **named)
-        self.draws = self  # the prompts of an iteration are those of the rollout
-        self._data, self._begins_rows = draws, begins_rows
-        self._orders, self._everyone, self._stop = orders, everyone, stop
-        self._iteration = self._last = 0
+        self.scoring, self._generator, self._actor, self._sampling = scoring, generator, actor, config.sampling
+        self._data, self._begins_rows = draws, config.data.environment is not None
+        self._orders, self._everyone, self._stop, self._hooks = orders, everyone, stop, hooks
+        self._iteration = self._last = self._num_generated = 0
+        self._has_delivered = False  # since the last draw
         self._engine_version: int | None = None
-        self._kept, self._goes_on = following, goes_on
+        self._dropped = kept is not None and not usable
+        self._kept, self._goes_on = kept if usable else None, goes_on
         self._current: PlannedRollout | None = None
         self._next: PlannedRollout | None = None
         self._used: list[PlannedRollout] = []  # in this iteration
 
-    def notes(self) -> list[str]:
-        """See `Generation`."""
-        if not self._goes_on or self._kept is not None:
-            return []
-        return [
-            "rollout.max_staleness: the checkpoint has no next rollout. The first rollout of this start is of the "
-            "present weights, and the run is not equal to one that was as long from the start"
-        ]
-
-    def begin_run(self) -> None:
-        """See `Generation`."""
+    def begin_run(self) -> list[str]:
+        """See `Source`. Engines begin, too."""
         self._orders.give("begin")
+        lines = self._generator.notes()
+        if self._dropped:
+            lines.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
+        if self._goes_on and self._kept is None:
+            lines.append(
+                "rollout.max_staleness: the checkpoint has no next rollout. The first rollout of this start is of the "
+                "present weights, and the run is not equal to one that was as long from the start"
+            )
+        return lines
 
     # ---- prompts
 
     def draw(self, position: int) -> PromptDraw:
-        """See `Draws`: those of the rollout that is under way, if there is one."""
+        """See `Source`: those of the rollout that is under way, if there is one."""
+        self._has_delivered = False
         if self._kept is not None:
             self._next, self._kept = self._restored(position, self._kept), None
         self._current, self._next = self._next or PlannedRollout(self._drawn(position)), None
         return self._current.draw
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
-        """See `Draws`. Where an environment begins rows, after the rollout that is under way."""
+        """See `Source`. Where an environment begins rows, after the rollout that is under way."""
         if self._begins_rows:
             self._orders.give("prompts", numbers=list(numbers))
         return self._data.at(numbers)
@@ -130,37 +148,38 @@ class OneStepOffGeneration(Generation):
 
     # ---- an iteration
 
-    def begin(self, iteration: int, num_iterations: int) -> None:
-        """See `Generation`."""
-        super().begin(iteration, num_iterations)
-        self._iteration, self._last, self._used = iteration, num_iterations, []
+    def begin(self, iteration: int, num_iterations: int) -> Tensor:
+        """See `Source`: the next rollout needs its records."""
+        forget_measures(self._generator)
+        self._iteration, self._last, self._used, self._num_generated = iteration, num_iterations, [], 0
+        return NO_IDS if self._next is None or self._next.rollout is None else self._next.rollout.record_ids
 
-    def responses(
-        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
-    ) -> tuple[RolloutBatch, ...]:
+    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
         """The rollout of the prompts; engines begin the next one. Errors: FlowError."""
-        if list(kinds) != [SAMPLED] or self._num_sampled:
+        if list(kinds) != [SAMPLED] or self._has_delivered:
             raise FlowError(f"{EARLIER} one sampled rollout of its prompts, and nothing else")
+        iteration = self._iteration
         planned = self._current
         assert planned is not None, "the prompts of an iteration are drawn when it begins"
         if planned.asked is None and planned.rollout is None:
             self._start(planned, iteration, iteration - 1)
         rollout = self._handed_over(planned)
-        self.num_generated += rollout.num_response_tokens
+        self._num_generated += rollout.num_response_tokens
         self._used.append(planned)
-        self._num_sampled = 1
+        self._has_delivered = True
         if iteration < self._last:
             self._next = PlannedRollout(self._drawn(planned.draw.position))
             self._start(self._next, iteration + 1, iteration - 1)
-        self._begin_scoring(prompts, deferred, generates=False)
+        draw = planned.draw
+        begin_scoring(self.scoring, self._actor, self._sampling, draw.batch, deferred=deferred)
         self.scoring.assign_rest(rollout)
-        return (rollout,)
+        return Delivered(draw.numbers, draw.batch, (rollout,))
 
     def _start(self, planned: PlannedRollout, iteration: int, version: int) -> None:
         """Engines begin to generate, with the weights of `version`, which the actor has now."""
         self._sync(version)
         draw, planned.iteration, planned.version = planned.draw, iteration, version
-        planned.asked = self.generator.ask(
+        planned.asked = self._generator.ask(
             draw.batch, samples_per_prompt=self._sampling.samples, iteration=iteration, first_prompt=draw.first
         )
         self._orders.give("generate", iteration=iteration)
@@ -168,7 +187,7 @@ class OneStepOffGeneration(Generation):
     def _sync(self, version: int) -> None:
         if self._engine_version != version:
             self._orders.give("sync")
-            self.generator.sync_weights()
+            self._generator.sync_weights()
             self._engine_version = version
 
     def _handed_over(self, planned: PlannedRollout) -> RolloutBatch:
@@ -178,7 +197,7 @@ class OneStepOffGeneration(Generation):
             self._hooks.show(f"iteration {self._iteration}: waiting for the engines")
             self._orders.give("hand_over")
             begun = time.perf_counter()
-            rollout = self.generator.gathered(planned.asked, RowResponses())
+            rollout = self._generator.gathered(planned.asked, RowResponses())
             waited = {"time/trainers_wait_seconds": time.perf_counter() - begun}
             planned.rollout = replace(rollout, versions=versions_of(rollout, planned.version))
             planned.report = EngineReport.exchanged(self._everyone, waited, self._no_turns())
@@ -187,58 +206,57 @@ class OneStepOffGeneration(Generation):
         return planned.rollout
 
     def _no_turns(self) -> list[float]:
-        counts = self.generator.turn_counts
+        counts = self._generator.turn_counts
         return [] if counts is None else [0.0] * len(counts.names())
 
     # ---- what is kept
 
-    def completed(self, state: RunState) -> RunState:
-        """The state of a checkpoint: with the next rollout, which engines hand over first."""
-        if self._next is None or state.next_rollout is not None:
+    def state(self, state: RunState, moment: Moment) -> RunState:
+        """See `Source`: the next rollout, which engines hand over first. Before an iteration that ends early the
+        iteration's rollout, as far as there is one.
+        """
+        if NEXT in state.kept:
             return state
-        self._handed_over(self._next)
-        return replace(state, next_rollout=self._next.for_checkpoint())
-
-    def kept(self, before: RunState, *, failed: bool = False) -> RunState:
-        """The state before an iteration that ends early: with the iteration's rollout, as far as there is one."""
-        planned = self._used[0] if self._used else self._current
-        if planned is None or (planned.rollout is None and (failed or planned.asked is None)):
-            return before
+        planned = self._next
+        if moment != "after":
+            planned = self._used[0] if self._used else self._current
+            if planned is not None and planned.rollout is None and (moment == "failed" or planned.asked is None):
+                planned = None
+        if planned is None:
+            return state
         self._handed_over(planned)
-        return replace(before, next_rollout=planned.for_checkpoint())
+        return state.keeping(NEXT, planned.tensors())
 
-    def _restored(self, position: int, kept: NextRollout) -> PlannedRollout:
+    def _restored(self, position: int, kept: Tensors) -> PlannedRollout:
         """What a checkpoint has. The prompts are drawn again, and with them the rows that are passed over."""
-        draw = self._drawn(position)
-        if draw.numbers != kept.prompts or draw.position != kept.position:  # an environment now begins other rows
-            draw = replace(draw, batch=self.at(kept.prompts), numbers=kept.prompts, position=kept.position)
-        actor = self._roles.actor
-        rollout = rollout_of(kept.tensors, None if actor is None else actor.records, kept.iteration)
-        report = EngineReport.of_tensor(kept.report)
-        return PlannedRollout(draw, kept.iteration, kept.version, rollout=rollout, report=report)
+        tensors = dict(kept)
+        try:
+            prompts, numbers, report = (tensors.pop(name) for name in (PROMPTS, NUMBERS, REPORT))
+        except KeyError as error:
+            raise CheckpointError(f"{NEXT}.safetensors of the checkpoint: is damaged: {error}") from error
+        iteration, drawn, version = numbers.tolist()
+        draw, named = self._drawn(position), tuple(prompts.tolist())
+        if draw.numbers != named or draw.position != drawn:  # an environment now begins other rows
+            draw = replace(draw, batch=self.at(named), numbers=named, position=drawn)
+        rollout = rollout_of(tensors, None if self._actor is None else self._actor.records, iteration)
+        return PlannedRollout(draw, iteration, version, rollout=rollout, report=EngineReport.of_tensor(report))
 
-    def kept_records(self) -> Tensor:
-        """See `Generation`."""
-        return NO_IDS if self._next is None or self._next.rollout is None else self._next.rollout.record_ids
-
-    def end(self, *, saved: bool | None) -> None:
-        """Engines end; a rollout that is under way is dropped. saved: of a run that was stopped; None: all is done."""
+    def close(self, *, saved: bool | None) -> None:
+        """See `Source`: engines end, and drop a rollout that is under way."""
         self._orders.give(END, saved=saved)
         dist.barrier(group=world_group())
 
     # ---- evaluation
 
-    def begin_evaluation(self, iteration: int, *, whole: bool) -> None:
-        """See `Generation`: after the rollout under way, and with weights that the next rollout takes as well."""
+    def evaluate(
+        self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool
+    ) -> list[tuple[HeldoutSet, RolloutBatch]]:
+        """See `Source`: after the rollout under way, and with weights that the next rollout takes as well."""
         if self._next is not None:
             self._handed_over(self._next)
         self._sync(iteration)
         self._orders.give("evaluate", iteration=iteration, whole=whole)
-
-    @contextlib.contextmanager
-    def engine_awake(self) -> Iterator[None]:
-        """See `Generation`: engines on ranks of their own are never asleep, and a sync has brought the weights."""
-        yield
+        return [(heldout, heldout_rollout(self._generator, heldout)) for heldout in sets()]
 
     # ---- numbers
 
@@ -250,15 +268,19 @@ class OneStepOffGeneration(Generation):
     @property
     def turn_counts(self) -> TurnCounts | None:
         """Those of all engines, on the first rank that trains."""
-        counts, report = self.generator.turn_counts, self._report
-        if counts is None or report is None or self._platform.rank:
+        counts, report = self._generator.turn_counts, self._report
+        if counts is None or report is None or dist.get_rank():
             return counts
         return TurnCounts(**dict(zip(counts.names(), report.turns, strict=True)))  # type: ignore[arg-type]  # whole ones
 
-    def metrics(self, batch: RolloutBatch, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
-        """See `Generation`."""
+    def costs(self) -> GenerationCosts:
+        """See `Source`."""
+        return costs_of(self._generator, self._num_generated)
+
+    def metrics(self, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
+        """See `Source`: engines have reported theirs."""
         report = self._report
-        return {} if report is None else engine_metrics(report, self.num_generated, dict(of_trainers), num_trainers)
+        return {} if report is None else engine_metrics(report, self._num_generated, dict(of_trainers), num_trainers)
 
 
 def rollout_of(tensors: Mapping[str, Tensor], records: RoutingRecords | None, iteration: int) -> RolloutBatch:

@@ -6,69 +6,93 @@ Rows under way keep their tokens and are read again with the new weights (`rollo
 and engine take turns as in a synchronous run; what an iteration need not wait for is the longest responses.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.checkpoint.state import RunState
+from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import FlowError
 from hybridflow.flows.draws import PromptDraw, PromptDraws
-from hybridflow.flows.generation import SAMPLED, DeferredRows, Generation, Greedy, Sampled
+from hybridflow.flows.evaluate import HeldoutSet
+from hybridflow.flows.generation import (
+    NO_IDS,
+    SAMPLED,
+    DeferredRows,
+    Delivered,
+    GenerationCosts,
+    Kinds,
+    Moment,
+    begin_scoring,
+    costs_of,
+    forget_measures,
+)
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.synchronous import SharedEngine
 from hybridflow.recording.iteration import Metrics
-from hybridflow.roles.generator import Generator
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.roles.policy import Actor
 from hybridflow.rollout.generation import check_rows
 from hybridflow.rollout.partial import RUNNING, PartialGroup, PartialRow, UnderWay, pieces_of_groups, rollout_of_groups
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
+from hybridflow.rollout.turns import TurnCounts
 
+UNDER_WAY = "under_way"  # in `RunState.kept`
 CACHE = "kv_cache_bytes"
 _Kept = tuple[dict[str, Tensor], list[list[RecordedPiece]]]  # tensors of a file, and the engine's experts of each row
 ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
 
 
-class PartialGeneration(Generation):
-    """Draws the prompts, too: as many as bring the groups under way to `oversample` times the iteration's.
+class Partial:
+    """See `Source`. Draws as many prompts as bring the groups under way to `oversample` times the iteration's.
 
-    under_way: tensors of a checkpoint; None: no group is under way.
+    kept: tensors of a checkpoint; None: no group is under way. usable: whether this start may go on with them.
     """
-
-    generator: Generator
 
     def __init__(
         self,
-        generator: Generator,
-        *given: Any,
+        engine: SharedEngine,
+        scoring: OverlappedScoring,
+        actor: Actor | None,
         config: ExperimentConfig,
+        *,
         draws: PromptDraws,
-        under_way: dict[str, Tensor] | None,
-        **named: Any,
+        kept: Tensors | None,
+        usable: bool,
+        watch: Stopwatch,
     ) -> None:
-        super().__init__(generator, *given, **named)
         assert config.rollout.partial is not None, "partial rollouts"
-        self.draws, self._data, self._config = self, draws, config
+        self.engine, self.scoring, self._actor, self._generator = engine, scoring, actor, engine.generator
+        self._data, self._config, self._watch = draws, config, watch
         self._wanted = config.data.prompts_per_iteration
         self._most = ceil(config.rollout.partial.oversample * self._wanted)
-        self._under_way = UnderWay()
-        if under_way is not None:
-            replicas = len(generator.layout.replicas)
-            self._under_way = UnderWay.of_tensors(under_way, num_replicas=replicas, recorder=generator.recorder)
+        self._under_way, self._dropped = UnderWay(), kept is not None and not usable
+        kept = kept if usable else None
+        if kept is not None:
+            replicas = len(self._generator.layout.replicas)
+            self._under_way = UnderWay.of_tensors(kept, num_replicas=replicas, recorder=self._generator.recorder)
         self._before = self._kept_now()  # of the iteration
-        self._iteration = self._open_tokens = 0
+        self._iteration = self._open_tokens = self._num_generated = 0
+        self._has_generated = False  # since the last draw
         self._prompts: dict[int, PromptBatch] = {}  # of groups under way, by position in the run
-        self._bytes_before = None if under_way is None else int(under_way[CACHE])
+        self._bytes_before = None if kept is None else int(kept[CACHE])
+
+    @property
+    def models_in_place(self) -> bool:
+        """See `Source`."""
+        return self.engine.models_in_place
 
     # ---- prompts
 
     def draw(self, position: int) -> PromptDraw:
-        """See `Draws`: those that are admitted next."""
+        """See `Source`: those that are admitted next."""
+        self._has_generated = False
         draw = self._data.draw(position, self._most - len(self._under_way.groups))
-        samples = self._sampling.samples.for_lengths(draw.batch.lengths.tolist())
+        samples = self._config.sampling.samples.for_lengths(draw.batch.lengths.tolist())
         for place, (number, ids) in enumerate(zip(draw.numbers, draw.batch.token_lists(), strict=True)):
             rows = [PartialRow() for _ in range(samples[place])]
             self._under_way.groups.append(PartialGroup(number, draw.first + place, self._iteration, ids, rows))
@@ -76,45 +100,43 @@ class PartialGeneration(Generation):
         return draw
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
-        """See `Draws`."""
+        """See `Source`."""
         return self._data.at(numbers)
 
     # ---- an iteration
 
-    def begin(self, iteration: int, num_iterations: int) -> None:
-        """See `Generation`."""
-        super().begin(iteration, num_iterations)
-        self._iteration, self._before = iteration, self._kept_now()
+    def begin(self, iteration: int, num_iterations: int) -> Tensor:
+        """See `Source`."""
+        forget_measures(self._generator)
+        self._iteration, self._before, self._num_generated = iteration, self._kept_now(), 0
+        return NO_IDS
 
-    def responses(
-        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: DeferredRows
-    ) -> tuple[RolloutBatch, ...]:
-        """The groups that are whole first: `taken` has their prompts. Errors: FlowError."""
-        if list(kinds) != [SAMPLED] or self._num_sampled:
+    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+        """The groups that are whole first, with their prompts. Errors: FlowError."""
+        if list(kinds) != [SAMPLED] or self._has_generated:
             raise FlowError(f"{ONE_ROLLOUT} one sampled rollout after each draw, and nothing else")
         self._read_again()
         before = self._num_tokens()
-        with self.engine_awake(), self._watch.phase("generate"):
-            self._open_tokens = self.generator.generate_partly(
+        with self.engine.awake(), self._watch.phase("generate"):
+            self._open_tokens = self._generator.generate_partly(
                 self._under_way,
                 self._prompts,
                 wanted=self._wanted,
-                iteration=iteration,
+                iteration=self._iteration,
                 max_staleness=self._config.rollout.max_staleness,
             )
-        self.num_generated += self._num_tokens() - before
+        self._num_generated += self._num_tokens() - before
         groups = self._under_way.take(self._wanted)
-        self._num_sampled = 1
+        self._has_generated = True
         prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
-        self.taken = tuple(group.number for group in groups), prompts
         rollout = rollout_of_groups(groups, prompts)
         if self._records is not None:
-            recorded = self.generator.recorded(pieces_of_groups(groups))
-            rollout = self._records.keep(rollout, recorded, iteration)
+            recorded = self._generator.recorded(pieces_of_groups(groups))
+            rollout = self._records.keep(rollout, recorded, self._iteration)
         check_rows(rollout)
-        self._begin_scoring(prompts, deferred, generates=False)
+        begin_scoring(self.scoring, self._actor, self._config.sampling, prompts, deferred=deferred)
         self.scoring.assign_rest(rollout)
-        return (rollout,)
+        return Delivered(tuple(group.number for group in groups), prompts, (rollout,))
 
     def _read_again(self) -> None:
         """The prompts of groups that a checkpoint has. Collective over the world where an environment begins rows."""
@@ -124,28 +146,40 @@ class PartialGeneration(Generation):
         prompts = self.at([group.number for group in unread])
         self._prompts |= {group.position: prompts.select([place]) for place, group in enumerate(unread)}
 
+    def evaluate(
+        self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool
+    ) -> list[tuple[HeldoutSet, RolloutBatch]]:
+        """See `Source`."""
+        return self.engine.heldout_responses(sets())
+
     # ---- what is kept
 
-    def completed(self, state: RunState) -> RunState:
-        """The state of a checkpoint: with the groups that are under way. Collective over the world."""
-        return state if state.under_way is not None else replace(state, under_way=self._of_file(*self._kept_now()))
+    def state(self, state: RunState, moment: Moment) -> RunState:
+        """See `Source`: groups that are under way. An iteration that ends early makes its rollout again, of the same
+        rows. Collective over the world.
+        """
+        if moment == "after" and UNDER_WAY in state.kept:
+            return state
+        return state.keeping(UNDER_WAY, self._of_file(*(self._kept_now() if moment == "after" else self._before)))
 
     def _kept_now(self) -> _Kept:
-        tensors = self._under_way.tensors() | {CACHE: torch.tensor(self.generator.kv_cache.whole)}
+        tensors = self._under_way.tensors() | {CACHE: torch.tensor(self._generator.kv_cache.whole)}
         return tensors, self._under_way.pieces()
 
     def _of_file(self, tensors: dict[str, Tensor], pieces: list[list[RecordedPiece]]) -> dict[str, Tensor]:
         """With the engine's experts on rank 0, which writes files. Collective over the world."""
-        experts = None if self._records is None else self._records.of_file(self.generator.recorded(pieces))
+        experts = None if self._records is None else self._records.of_file(self._generator.recorded(pieces))
         return tensors if experts is None or not len(experts) else tensors | {EXPERTS: experts}
 
     @property
     def _records(self) -> RoutingRecords | None:
-        return None if self._roles.actor is None else self._roles.actor.records
+        return None if self._actor is None else self._actor.records
 
-    def notes(self) -> list[str]:
-        """What the user should know of a start that goes on with rows under way."""
-        now, lines = self.generator.kv_cache.whole, []
+    def begin_run(self) -> list[str]:
+        """See `Source`. Some lines are of a start that goes on with rows under way."""
+        now, lines = self._generator.kv_cache.whole, self._generator.notes()
+        if self._dropped:
+            lines.append("responses under way in the checkpoint are dropped, with their prompts")
         begun_again = sum(row.state == RUNNING for group in self._under_way.groups for row in group.rows)
         if begun_again and self._config.data.environment is not None:
             lines.append(
@@ -160,15 +194,19 @@ class PartialGeneration(Generation):
             "rollout.kv_cache_gib fixes the size"
         ]
 
-    def kept(self, before: RunState, *, failed: bool = False) -> RunState:
-        """The state before an iteration that ends early: its rollout is made again, of the same rows.
+    # ---- numbers
 
-        Collective over the world.
-        """
-        return replace(before, under_way=self._of_file(*self._before))
+    @property
+    def turn_counts(self) -> TurnCounts | None:
+        """See `Source`."""
+        return self._generator.turn_counts
 
-    def metrics(self, batch: RolloutBatch, of_trainers: object, num_trainers: int) -> Metrics:
-        """See `Generation`."""
+    def costs(self) -> GenerationCosts:
+        """See `Source`."""
+        return costs_of(self._generator, self._num_generated)
+
+    def metrics(self, of_trainers: object, num_trainers: int) -> Metrics:
+        """See `Source`: of the rows that go on."""
         return {
             "rollout/groups_under_way": float(len(self._under_way.groups)),
             "rollout/tokens_under_way": float(self._num_tokens()),
@@ -178,7 +216,7 @@ class PartialGeneration(Generation):
         """Of responses under way, with those of an environment."""
         return sum(len(row.token_ids) for group in self._under_way.groups for row in group.rows) + self._open_tokens
 
-    def end(self, *, saved: bool | None) -> None:
-        """See `Generation`."""
-        if self.generator.turns is not None:
-            self.generator.turns.end_rows()
+    def close(self, *, saved: bool | None) -> None:
+        """See `Source`."""
+        if self._generator.turns is not None:
+            self._generator.turns.end_rows()

@@ -1,31 +1,45 @@
 """Batches of an earlier run in the engine's place: an iteration again, on another machine or by other code.
 
     replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
-    replay.generate(prompts, iteration=3, samples_per_prompt=always(4))     # what the run's engine gave then
-    replay.compared(3, vars(batch))                                 # and what was computed of it, then and now
+    replay.rollout(prompts, always(4), iteration=3)     # what the run's engine gave then
+    replay.compared(3, vars(batch))                     # and what was computed of it, then and now
 
 A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
 what was generated, and everything after is computed anew. That is the same iteration where the weights are those it
 began with: of the first, the models'; of a later one, those of the checkpoint before it.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets, response_mask
+from hybridflow.checkpoint.state import RunState
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.errors import CheckpointError, DataError
+from hybridflow.config.sampling import SamplingConfig
+from hybridflow.errors import CheckpointError, DataError, FlowError
+from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.evaluate import HeldoutSet
+from hybridflow.flows.generation import (
+    NO_IDS,
+    DeferredRows,
+    Delivered,
+    GenerationCosts,
+    Greedy,
+    Kinds,
+    Moment,
+    begin_scoring,
+)
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
 from hybridflow.models.routing import RoutingSizes, as_record, bits
+from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.run_dir import dumped_iteration
-from hybridflow.reshard.execute import ReshardCost
+from hybridflow.roles.policy import Actor
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
@@ -57,10 +71,11 @@ def dumped_batches(path: Path) -> dict[int, Path]:
 
 
 class Replay:
-    """Answers as `roles.generator.Generator` does, without an engine: no weights move."""
+    """Reads rollouts from files of batches.
 
-    own_bytes = 0
-    turn_counts = None
+    records: take the experts that are to be replayed, which the files then must have. num_rewards: parts of an
+    environment's reward, likewise. several: rows may have several sequences.
+    """
 
     def __init__(
         self,
@@ -72,24 +87,9 @@ class Replay:
         num_rewards: int = 0,
         several: bool = False,
     ) -> None:
-        """records: take the experts that are to be replayed, which the files then must have. num_rewards: parts of an
-        environment's reward, likewise. several: rows may have several sequences."""
         self._several = several
         self.files, self._records, self._num_rewards = files, records, num_rewards
         self._vocab_size, self._max_length = vocab_size, max_length
-        self.costs: list[ReshardCost] = []
-
-    def resharded(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def awake(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def pop_cache_use(self) -> dict[str, float]:
-        return {}
-
-    def count_work(self, rollout: RolloutBatch, watch: object) -> None:
-        """No model runs."""
 
     def iterations(self, num_iterations: int, *, after: int = 0) -> list[int]:
         """after + 1 .. num_iterations, those that there is a file of. Errors: DataError where there is none."""
@@ -102,45 +102,23 @@ class Replay:
             )
         return found
 
-    def generate(
-        self,
-        prompts: PromptBatch,
-        *,
-        temperature: float | None = None,
-        samples_per_prompt: LengthBuckets[int],
-        iteration: int,
-        first_prompt: int = 0,
-        generation: int = 0,
-        listener: object = None,
-    ) -> RolloutBatch:
-        """What the engine gave in that iteration, at once: nobody does anything beside. Errors: as `read`."""
-        rollout, experts = self.read(
-            prompts,
-            temperature=temperature,
-            samples_per_prompt=samples_per_prompt,
-            iteration=iteration,
-            generation=generation,
-        )
+    def rollout(self, prompts: PromptBatch, samples_per_prompt: LengthBuckets[int], iteration: int) -> RolloutBatch:
+        """What the engine gave in that iteration. Errors: as `read`."""
+        rollout, experts = self.read(prompts, samples_per_prompt=samples_per_prompt, iteration=iteration)
         return with_experts(rollout, experts, self._records, iteration)
 
     def read(
         self,
         prompts: PromptBatch,
         *,
-        temperature: float | None = None,
         samples_per_prompt: LengthBuckets[int],
         iteration: int,
-        generation: int = 0,
     ) -> tuple[RolloutBatch, Tensor | None]:
         """The rollout, and (T, layers, k) experts if they are to be replayed.
 
         Errors: DataError naming file, field or row, and rule, where the file is not of these prompts or no batch.
         """
         file = self.files[iteration]
-        if temperature is not None:
-            raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
-        if generation:
-            raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
         tensors = read_batch(file)
         self._check_tensors(file, tensors)
         rollout = RolloutBatch(**{name: tensors[name] for name in _checked(tensors)})
@@ -159,16 +137,6 @@ class Replay:
         file = self.files[number]
         found = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
         return [f"iteration {number}: largest differences to {file}: {found}"]
-
-    def cache_report(self) -> dict[str, Any] | None:
-        """There is no engine."""
-        return None
-
-    def notes(self) -> list[str]:
-        return [
-            f"a replay of the dumped batches of {len(self.files)} iterations: nothing is generated, held-out prompts "
-            f"are not evaluated, and no model is written"
-        ]
 
     def _check_tensors(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         for name in REQUIRED:
@@ -239,6 +207,83 @@ class Replay:
                 f"row begins with one"
             )
         _check_bounds(file, "lengths of sequences", rollout.branch_lengths, 1, self._max_length)
+
+
+class Replayed:
+    """See `Source`: no weights move, and nothing is evaluated."""
+
+    models_in_place = True
+    turn_counts = None
+
+    def __init__(
+        self,
+        replay: Replay,
+        scoring: OverlappedScoring,
+        actor: Actor | None,
+        sampling: SamplingConfig,
+        *,
+        draws: PromptDraws,
+    ) -> None:
+        self._replay, self.scoring, self._actor, self._sampling, self._data = replay, scoring, actor, sampling, draws
+        self._iteration = self._num_generated = 0
+        self._draw: PromptDraw | None = None
+        self._has_delivered = False  # since the last draw
+
+    def begin_run(self) -> list[str]:
+        """See `Source`."""
+        return [
+            f"a replay of the dumped batches of {len(self._replay.files)} iterations: nothing is generated, held-out "
+            "prompts are not evaluated, and no model is written"
+        ]
+
+    def draw(self, position: int) -> PromptDraw:
+        """See `Source`."""
+        self._draw, self._has_delivered = self._data.draw(position), False
+        return self._draw
+
+    def at(self, numbers: Sequence[int]) -> PromptBatch:
+        """See `Source`."""
+        return self._data.at(numbers)
+
+    def begin(self, iteration: int, num_iterations: int) -> Tensor:
+        """See `Source`."""
+        self._iteration, self._num_generated = iteration, 0
+        return NO_IDS
+
+    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+        """The rollout of the file. Errors: as `Replay.read`, and DataError for other kinds, which no file has."""
+        draw, file = self._draw, self._replay.files[self._iteration]
+        assert draw is not None, "the prompts of an iteration are drawn when it begins"
+        if any(isinstance(kind, Greedy) for kind in kinds):
+            raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
+        if self._has_delivered or len(kinds) > 1:
+            raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
+        rollout, self._has_delivered = self._replay.rollout(draw.batch, self._sampling.samples, self._iteration), True
+        self._num_generated = rollout.num_response_tokens
+        begin_scoring(self.scoring, self._actor, self._sampling, draw.batch, deferred=deferred)
+        self.scoring.assign_rest(rollout)
+        return Delivered(draw.numbers, draw.batch, (rollout,))
+
+    def evaluate(
+        self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool
+    ) -> list[tuple[HeldoutSet, RolloutBatch]]:
+        """See `Source`. Errors: FlowError."""
+        raise FlowError("a replay has no engine: held-out prompts are not evaluated")
+
+    def costs(self) -> GenerationCosts:
+        """See `Source`."""
+        return GenerationCosts(num_generated=self._num_generated)
+
+    def metrics(self, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
+        """See `Source`."""
+        return {}
+
+    def state(self, state: RunState, moment: Moment) -> RunState:
+        """See `Source`: batches stay where they are."""
+        return state
+
+    def close(self, *, saved: bool | None) -> None:
+        """See `Source`."""
 
 
 def _checked_versions(file: Path, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ from hybridflow.errors import ConfigError, FlowError
 from hybridflow.flows.bookkeeping import Bookkeeping, OnlineBookkeeping
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.finite import check_finite
-from hybridflow.flows.generation import SAMPLED, Generation
+from hybridflow.flows.generation import SAMPLED, Source
 from hybridflow.flows.generation import Greedy as Greedy
 from hybridflow.flows.generation import Sampled as Sampled
 from hybridflow.flows.iteration_data import IterationData
@@ -52,10 +52,10 @@ Role = TypeVar("Role")
 class Run(IterationData):
     """Gives a flow the models, prompts, rollouts and state. `iteration` counts from 1; a flow may add to `metrics`."""
 
-    def __init__(self, config: AnyConfig, book: Bookkeeping, generation: Generation | None = None) -> None:
+    def __init__(self, config: AnyConfig, book: Bookkeeping, source: Source | None = None) -> None:
         kl_coef = config.algorithm.kl.coef if isinstance(config, ExperimentConfig) else 0.0
         super().__init__(RunState(kl_coef=kl_coef))
-        self._config, self._book, self._generation = config, book, generation
+        self._config, self._book, self._source = config, book, source
 
     # ---- models
 
@@ -119,11 +119,9 @@ class Run(IterationData):
         self, how: Sampled | Greedy = SAMPLED, *more: Sampled | Greedy
     ) -> RolloutBatch | tuple[RolloutBatch, ...]:
         """Responses to the iteration's prompts; of several kinds with one reshard of the weights."""
-        generation = self._there("generate", self._generation)
+        source = self._there("generate", self._source)
         self._book.enter("rollout", self.iteration)
-        rollouts = generation.responses((how, *more), self.prompts, self.iteration, self._deferred_rows)
-        if generation.taken is not None:
-            self.prompt_rows, self.prompts = generation.taken
+        self.prompt_rows, self.prompts, rollouts = source.responses((how, *more), self._deferred_rows)
         self._book.enter("estimate", self.iteration)
         self._book.stop_if_requested(self.iteration)
         self.rollout = rollouts[0]

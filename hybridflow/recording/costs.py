@@ -20,7 +20,7 @@ def cost_metrics(
     batch: RolloutBatch,
     *,
     watch: Stopwatch,
-    reshards: list[ReshardCost],
+    reshards: Sequence[ReshardCost],
     exchange: Exchange,
     actor_bytes: Mapping[str, int],
     engine_bytes: int,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridflow.architecture.flops import forward_flops
 from hybridflow.architecture.weights import frozen_weights
@@ -234,10 +233,6 @@ class Generator:
         """Of this rank, where an environment answers."""
         return None if self.turns is None else self.turns.environments.counts
 
-    def iterations(self, num_iterations: int, *, after: int) -> Sequence[int]:
-        """Those to run, which ascend."""
-        return range(after + 1, num_iterations + 1)
-
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         lines = [] if self.kv_cache.is_given else [f"rollout: {cache_words(self._placed, self.kv_cache)}"]
@@ -250,10 +245,6 @@ class Generator:
     def cache_report(self) -> dict[str, Any] | None:
         """The size of the KV cache, for the record of the run."""
         return cache_report(self._placed, self.kv_cache)
-
-    def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
-        """Lines on how far what an iteration computed is from what was computed before: nothing was."""
-        return []
 
     def generate(
         self,

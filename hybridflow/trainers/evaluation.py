@@ -12,9 +12,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.flows.evaluate import EvaluatedSet, HeldoutSet, evaluate
-from hybridflow.flows.generation import Generation
-from hybridflow.flows.hooks import RunHooks
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.synchronous import SharedEngine
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -64,28 +62,16 @@ class Evaluator:
         again = reencoders(self.placed, self.inputs.decode)
         self._roles = build_roles(self.placed, world, self._caller, again, trains=False)
         generator = build_generator(self.placed, self._roles, self.inputs, world)
-        alone = OverlappedScoring(
-            [],
-            self._roles.scorer,
-            self.placed.rollout,
-            rank=self.platform.rank,
-            groups=world.groups,
-            notices=None,
-            exchange=self._exchange,
-            watch=watch,
-        )
-        self._generation = Generation(
-            generator, alone, self._roles, config.sampling, platform=self.platform, watch=watch, hooks=RunHooks()
-        )
+        self._engine = SharedEngine(generator, self._roles, self.platform)
 
     def evaluate(self, say: Callable[[str], None]) -> list[EvaluatedSet]:
         """Generate and judge, set after set. say: takes lines on what is going on."""
         sets = heldout_sets(self.config, self.inputs)
         judge = judge_of(self.config, self._caller)
-        for line in [*self.inputs.rendering(), *self.inputs.notes(), *self._generation.generator.notes()]:
+        for line in [*self.inputs.rendering(), *self.inputs.notes(), *self._engine.generator.notes()]:
             say(line)
         with self.watchdog.phase("evaluate"), self._caller.evaluating():
-            found = self._generation.heldout_responses(sets, lambda heldout: say(_announced(heldout)))
+            found = self._engine.heldout_responses(sets, lambda heldout: say(_announced(heldout)))
             say("judging")
             return [
                 evaluate(
@@ -96,7 +82,7 @@ class Evaluator:
                     scorer=self._roles.scorer,
                     exchange=self._exchange,
                 )
-                for heldout, responses in zip(sets, found, strict=True)
+                for heldout, responses in found
             ]
 
 

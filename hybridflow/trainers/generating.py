@@ -1,29 +1,33 @@
-"""How a run has responses generated, by the config: in turn with training, beside it, or partly; and what is scored
-meanwhile.
+"""How a run has responses generated, by the config: in turn with training, beside it, partly, or from files; and what
+is scored meanwhile.
 """
 
-from typing import Any
-
 from hybridflow.checkpoint.manager import CheckpointManager
+from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.draws import PromptDraws
-from hybridflow.flows.generation import Generation
+from hybridflow.flows.dynamic_sampling import SURPLUS, with_records
+from hybridflow.flows.generation import Source
+from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
-from hybridflow.flows.one_step_off import OneStepOffGeneration
+from hybridflow.flows.one_step_off import NEXT, OneStepOff
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
-from hybridflow.flows.partial import PartialGeneration
-from hybridflow.flows.replay import Replay
-from hybridflow.parallel.platform import fresh_store
+from hybridflow.flows.partial import UNDER_WAY, Partial
+from hybridflow.flows.replay import Replay, Replayed
+from hybridflow.flows.synchronous import SharedEngine, Synchronous
+from hybridflow.parallel.platform import Platform, fresh_store
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.store_client import StoreClient
 from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
 from hybridflow.placement.placed import PlacedRun
+from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
+from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.engine_ranks import EnginesApart
 
 
-def generation_of(
+def source_of(
     config: ExperimentConfig,
     generator: Generator | Replay,
     scoring: OverlappedScoring,
@@ -33,37 +37,45 @@ def generation_of(
     manager: CheckpointManager,
     draws: PromptDraws,
     stop: StopRequest,
-    **given: Any,
-) -> Generation:
-    """given: platform, watch and hooks. Saves have beside the state what was generated ahead."""
-    state = manager.state
+    platform: Platform,
+    watch: Stopwatch,
+    hooks: RunHooks,
+) -> Source:
+    """A checkpoint has what a source kept. Only a start that generates as the one before goes on with that."""
+    kept, usable = {} if manager.state is None else manager.state.kept, manager.may_load_rollout
     if isinstance(generator, Replay):
-        return Generation(generator, scoring, roles, config.sampling, **given)
-    if config.rollout.partial is not None:
-        under_way = None if state is None or state.under_way is None else dict(state.under_way)
-        partial = PartialGeneration(
-            generator, scoring, roles, config.sampling, config=config, draws=draws, under_way=under_way, **given
+        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws)
+    if apart is not None:
+        return OneStepOff(
+            generator,
+            scoring,
+            roles.actor,
+            config,
+            draws=draws,
+            orders=apart.orders,
+            everyone=apart.everyone,
+            stop=lambda: stop.ask("a signal to a rank of the engine"),
+            hooks=hooks,
+            kept=kept.get(NEXT),
+            usable=usable,
+            goes_on=manager.state is not None,
         )
-        manager.completed = partial.completed
-        return partial
-    if apart is None:
-        return Generation(generator, scoring, roles, config.sampling, **given)
-    generation = OneStepOffGeneration(
-        generator,
-        scoring,
-        roles,
-        config.sampling,
-        draws=draws,
-        begins_rows=config.data.environment is not None,
-        orders=apart.orders,
-        everyone=apart.everyone,
-        stop=lambda: stop.ask("a signal to a rank of the engine"),
-        following=None if state is None else state.next_rollout,
-        goes_on=state is not None,
-        **given,
-    )
-    manager.completed = generation.completed
-    return generation
+    engine = SharedEngine(generator, roles, platform)
+    if config.rollout.partial is not None:
+        under_way = kept.get(UNDER_WAY)
+        return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, usable=usable, watch=watch)
+    return Synchronous(engine, scoring, roles.actor, config.sampling, draws=draws, watch=watch, hooks=hooks)
+
+
+def state_of_flows(manager: CheckpointManager, records: RoutingRecords | None) -> RunState | None:
+    """The state of the checkpoint, without what sources kept; None where there is none.
+
+    A fork may have other prompts, and a surplus has numbers of the old prompts: it is dropped.
+    """
+    if manager.state is None:
+        return None
+    state = manager.state.keeping(NEXT, None).keeping(UNDER_WAY, None)
+    return with_records(state.keeping(SURPLUS, None) if manager.is_fork else state, records)
 
 
 def overlapped_scoring(

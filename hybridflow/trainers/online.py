@@ -8,6 +8,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +26,6 @@ from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.draws import PromptDraws
-from hybridflow.flows.dynamic_sampling import with_records
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.hooks import RunHooks
@@ -62,7 +62,7 @@ from hybridflow.trainers.building import (
 )
 from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
-from hybridflow.trainers.generating import generation_of, overlapped_scoring
+from hybridflow.trainers.generating import overlapped_scoring, source_of, state_of_flows
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.user_code import search_beside
 
@@ -74,6 +74,8 @@ class OnlineTrainer:
     replay: a run directory whose dumped batches take the engine's place, or one of them.
     rollout_only: generate and score, and train nothing.
     """
+
+    generator: Generator  # not of a replay
 
     def __init__(
         self,
@@ -135,9 +137,9 @@ class OnlineTrainer:
         )
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self._load_checkpoint(digests, group)
-        self.generator = (
-            build_generator(self.placed, self.roles, self.inputs, world) if files is None else self._replay(files)
-        )
+        self.replay = None if files is None else self._replay(files)
+        if self.replay is None:
+            self.generator = build_generator(self.placed, self.roles, self.inputs, world)
         if self.serves:
             self._build_engine_ranks(watch)
         else:
@@ -147,7 +149,7 @@ class OnlineTrainer:
     @property
     def models_in_place(self) -> bool:
         """Whether the trained weights, and what was offloaded, are where training has left them."""
-        return self.generation.models_in_place
+        return self.source.models_in_place
 
     @property
     def serves(self) -> bool:
@@ -187,7 +189,7 @@ class OnlineTrainer:
 
     def _build_engine_ranks(self, watch: Stopwatch) -> None:
         """What serves on a rank that trains nothing."""
-        assert self.apart is not None and isinstance(self.generator, Generator), "an engine on ranks of its own"
+        assert self.apart is not None, "an engine on ranks of its own"
         self.engine_ranks = EngineRanks(
             self.config,
             self.generator,
@@ -210,9 +212,9 @@ class OnlineTrainer:
             trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
         scoring, self.notices = overlapped_scoring(self.placed, self.roles, world)
-        self.generation = generation_of(
+        self.source = source_of(
             config,
-            self.generator,
+            self.generator if self.replay is None else self.replay,
             scoring,
             self.roles,
             apart=self.apart,
@@ -223,21 +225,20 @@ class OnlineTrainer:
             watch=watch,
             hooks=self.hooks,
         )
+        self.checkpoint_manager.completed = partial(self.source.state, moment="after")
         self.book = OnlineBookkeeping(
             config,
             self.roles,
             self.inputs.train,
-            self.generation,
-            draws=self.generation.draws,
+            self.source,
             exchange=self.exchange,
             watch=watch,
             watchdog=self.watchdog,
             hooks=self.hooks,
             trains=self.trains,
         )
-        self.run = Run(config, self.book, self.generation)
-        state = replace(self.checkpoint_manager.state or self.run.state, next_rollout=None, under_way=None)
-        self.run.state = with_records(state, self._records)
+        self.run = Run(config, self.book, self.source)
+        self.run.state = state_of_flows(self.checkpoint_manager, self._records) or self.run.state
 
     def _load_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
         """What an earlier start of the run has generated for the iteration in which it ended."""
@@ -284,9 +285,9 @@ class OnlineTrainer:
         try:
             summary = self._fit(num_iterations)
         except Stopped as stopped:
-            self.generation.end(saved=stopped.saved)
+            self.source.close(saved=stopped.saved)
             raise
-        self.generation.end(saved=None)
+        self.source.close(saved=None)
         return summary
 
     def _fit(self, num_iterations: int | None) -> RunSummary:
@@ -295,12 +296,13 @@ class OnlineTrainer:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         manager = self.checkpoint_manager
         with manager.recorder(num_iterations, self.inputs.decode) as recorder:
-            self.generation.begin_run()
+            of_source = self.source.begin_run()
             layouts = {name: model.layout for name, model in self.placed.models.items()}
-            cache = self.generator.cache_report()
+            cache = None if self.replay is not None else self.generator.cache_report()
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
             understood = self.inputs.understood(self.config)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes(num_iterations):
+            notes = of_source + self._notes(num_iterations)
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + notes:
                 recorder.message(line)
             if self.run.state.iteration >= num_iterations:
                 recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
@@ -308,8 +310,10 @@ class OnlineTrainer:
                 recorder.phase("evaluating before training")
                 self.hooks.heldout = recorder.heldout
                 recorder.before_training(self.evaluate())
-            iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
-            loop.train(self, iterations, num_iterations, recorder)
+            done = self.run.state.iteration
+            to_come = range(done + 1, num_iterations + 1)
+            replayed = None if self.replay is None else self.replay.iterations(num_iterations, after=done)
+            loop.train(self, replayed or to_come, num_iterations, recorder)
             manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
@@ -339,13 +343,13 @@ class OnlineTrainer:
             done = self.book.finished(self.run, self.flow(self.run))
         except Stopped as stopped:
             self.book.abandon(self.run, before)
-            self.checkpoint_manager.save_and_stop(self.generation.kept(before), recorder, stopped)
+            self.checkpoint_manager.save_and_stop(self.source.state(before, "stopped"), recorder, stopped)
         except NonFinite as found:
             found.tensors = dict(self.roles.portable(found.tensors))
             self.run.state = loop.lost(self.config, self.run.state, found, recorder, self.exchange.group)
             return None
         except Exception as error:
-            loop.save_whole(self, error, before, lambda state: self.generation.kept(state, failed=True), recorder)
+            loop.save_whole(self, error, before, lambda state: self.source.state(state, "failed"), recorder)
             raise
         finally:
             self.watchdog.rest()
@@ -353,7 +357,7 @@ class OnlineTrainer:
             self._looked_at_ends = True
             if done.batch.truncated.all():
                 recorder.message(self.inputs.all_cut(self.config.sampling, done.number, len(done.batch)))
-        for line in self.generator.compared(iteration, vars(done.batch)):
+        for line in [] if self.replay is None else self.replay.compared(iteration, vars(done.batch)):
             recorder.message(line)
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
@@ -367,9 +371,9 @@ class OnlineTrainer:
             raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         judge, metrics = judge_of(self.config, self.caller), dict[str, float]()
         with self.watchdog.phase("evaluate"), self.caller.evaluating():
-            self.generation.begin_evaluation(self.run.state.iteration, whole=whole)
-            sets = heldout_sets(self.config, self.inputs, self.run.state.iteration, whole=whole)
-            for heldout, responses in zip(sets, self.generation.heldout_responses(sets), strict=True):
+            iteration = self.run.state.iteration
+            sets = partial(heldout_sets, self.config, self.inputs, iteration, whole=whole)
+            for heldout, responses in self.source.evaluate(iteration, sets, whole=whole):
                 found = evaluate(
                     heldout,
                     responses,
@@ -378,14 +382,13 @@ class OnlineTrainer:
                     scorer=self.roles.scorer,
                     exchange=self.exchange,
                 )
-                self.hooks.heldout(self.run.state.iteration, heldout.name, heldout.prompts, responses, found.marks)
+                self.hooks.heldout(iteration, heldout.name, heldout.prompts, responses, found.marks)
                 metrics |= found.metrics()
         return metrics
 
     def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [*self.generator.notes(), *self.generation.notes(), *staleness_notes(self.config)]
-        notes += loop.start_notes(self.placed)
+        notes = [*staleness_notes(self.config), *loop.start_notes(self.placed)]
         if self.trains:
             notes += loop.warmup_notes(self.config, num_iterations)
         notes += evaluation_notes(self.config)

@@ -273,11 +273,12 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
 
     from hybridflow.config import ExperimentConfig
     from hybridflow.flows.bookkeeping import OnlineBookkeeping
-    from hybridflow.flows.generation import Generation
+    from hybridflow.flows.draws import PromptDraws
     from hybridflow.flows.hooks import RunHooks
     from hybridflow.flows.models import Roles
     from hybridflow.flows.overlapped_scoring import OverlappedScoring
     from hybridflow.flows.run import Run
+    from hybridflow.flows.synchronous import SharedEngine, Synchronous
     from hybridflow.parallel.exchange import Exchange
     from hybridflow.parallel.grid import ProcessGroups
     from hybridflow.parallel.layout import RolloutLayout
@@ -303,13 +304,18 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
     scoring = OverlappedScoring([], scorer, layout, rank=0, groups=groups, notices=None, exchange=exchange, watch=watch)
     engine = Engine(outputs(num_rows), stages)
     generator = stand_in_generator(config, engine, layout=layout, platform=platform, exchange=exchange)
-    generation = Generation(generator, scoring, roles, config.sampling, platform=platform, watch=watch, hooks=hooks)
+    prompts, shared = (
+        Prompts(num_rows // (1 if algorithm == "ppo" else GROUP)),
+        SharedEngine(generator, roles, platform),
+    )
+    draws = PromptDraws(config, prompts)
+    source = Synchronous(shared, scoring, actor, config.sampling, draws=draws, watch=watch, hooks=hooks)
     deadlines = config.watchdog.deadlines()
     book = OnlineBookkeeping(
         config,
         roles,
-        Prompts(num_rows // (1 if algorithm == "ppo" else GROUP)),
-        generation,
+        prompts,
+        source,
         exchange=exchange,
         watch=watch,
         watchdog=Watchdog(deadlines, StopRequest(1.0, signals=())),
@@ -317,7 +323,7 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
     )
     gc.collect()
     gc.freeze()  # as a trainer on GPUs does when it starts: no search for garbage looks at the given responses
-    return Run(config, book, generation), book, flow_of(config.algorithm)
+    return Run(config, book, source), book, flow_of(config.algorithm)
 
 
 def overrides_of(algorithm: str, num_rows: int) -> list[str]:

@@ -195,7 +195,7 @@ def mean_of(rows: Sequence[dict]) -> dict:
 def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
     """The first iteration, by either way in turn."""
     trainer = OnlineTrainer(config(directory, dtype, shape, options.tp, options.pp))
-    run, state, scores = trainer.run, trainer.run.state, trainer.generation.scoring
+    run, state, scores = trainer.run, trainer.run.state, trainer.source.scoring
     waits = OverlappedScoring(
         [],
         trainer.roles.scorer,
@@ -210,7 +210,7 @@ def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Names
     for _ in range(options.iterations + 1):
         for way, ahead in (("waits", waits), ("scores meanwhile", scores)):
             scores.disable()
-            run.state, trainer.generation.scoring = state, ahead
+            run.state, trainer.source.scoring = state, ahead
             done = trainer.iterate(1, 10**6, Recorder())
             found[way].append({name: float(done.metrics.get(name, 0.0)) for name in WAITING})
     if trainer.platform.rank == 0:

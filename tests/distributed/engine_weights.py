@@ -58,7 +58,7 @@ def wrong_parameters(trainer: OnlineTrainer) -> list[str]:
     actor, world = trainer.roles.actor, dist.group.WORLD
     box = [whole(actor, lambda p: p.data)]  # of float32, exact
     dist.broadcast_object_list(box, src=actor.grid.layout.ranks[0], group=world)
-    with trainer.generation.engine_awake():
+    with trainer.source.engine.awake():
         own = _wrong_parameters(trainer, box[0]) if trainer.generator.engine is not None else []
     everyone: list[list[str]] = [[]] * trainer.platform.world_size
     dist.all_gather_object(everyone, own, group=world)
@@ -86,7 +86,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
     """
     export_huggingface(trainer.roles.actor, directory)
     generator = trainer.generator
-    with trainer.generation.engine_awake():
+    with trainer.source.engine.awake():
         expected = _responses(trainer)
     if generator.engine is not None:
         generator.engine.close()

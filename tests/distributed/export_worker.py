@@ -18,7 +18,7 @@ def main(config: str, out: Path) -> None:
     export_huggingface(trainer.roles.actor, out / "sharded", max_file_bytes=300_000)
     trainer.fit(num_iterations=1)
     prompts = trainer.inputs.train.batch(list(range(4)))
-    responses = trainer.generation.greedy_responses(prompts)
+    responses = trainer.source.engine.greedy_responses(prompts)
     log_probs = trainer.exchange.gather(trainer.roles.actor.log_probs(responses))
     if trainer.platform.rank == 0:
         fields = {name: getattr(responses, name) for name in ("input_ids", "lengths", "prompt_lengths")}

@@ -12,11 +12,12 @@ from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import DrawnPrompts
 from hybridflow.data.usable import Dropped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
-from hybridflow.flows.generation import Generation
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.run import Run
+from hybridflow.flows.synchronous import SharedEngine, Synchronous
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -118,23 +119,24 @@ def given_run(
 ) -> tuple[Run, OnlineBookkeeping]:
     """A run of `config` that always generates `rollout`, and `greedy` where it is asked for that."""
     roles, hooks = roles or given_roles(config, world), RunHooks()
-    generation = Generation(
-        GivenResponses(rollout, greedy),
+    prompts = GivenPrompts(config.data.prompts_per_iteration)
+    source = Synchronous(
+        SharedEngine(GivenResponses(rollout, greedy), roles, world.platform),
         nobody_waits(world),
-        roles,
+        roles.actor,
         config.sampling,
-        platform=world.platform,
+        draws=PromptDraws(config, prompts),
         watch=world.watch,
         hooks=hooks,
     )
     book = OnlineBookkeeping(
         config,
         roles,
-        GivenPrompts(config.data.prompts_per_iteration),
-        generation,
+        prompts,
+        source,
         exchange=world.exchange,
         watch=world.watch,
         watchdog=Watchdog(config.watchdog.deadlines(), StopRequest(1.0, signals=())),
         hooks=hooks,
     )
-    return Run(config, book, generation), book
+    return Run(config, book, source), book

@@ -79,7 +79,7 @@ def check(trainer: OnlineTrainer, model: Path, dtype: str) -> dict:
     """Greedy tokens of the engine against HuggingFace's with the trainer's current weights, and what memory holds."""
     before = {name: tensor.clone() for name, (_, tensor) in trainer.roles.actor.weights().items()}
     prompts = trainer.inputs.train.batch(list(range(NUM_PROMPTS)))
-    responses = trainer.generation.greedy_responses(prompts)
+    responses = trainer.source.engine.greedy_responses(prompts)
     restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.roles.actor.weights().items())
     del before
     log_probs = trainer.exchange.gather(trainer.roles.actor.log_probs(responses))

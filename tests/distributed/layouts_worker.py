@@ -42,11 +42,11 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
         trainer = OnlineTrainer.from_yaml(config, [*overrides, *layout, *SCORES])
         prompts = trainer.inputs.train.batch(PROMPTS)
         samples = trainer.config.sampling.samples
-        with trainer.generation.engine_awake():
+        with trainer.source.engine.awake():
             sampled = trainer.generator.generate(prompts, samples_per_prompt=samples, iteration=1, first_prompt=0)
         results[name] = {
             "sampled": vars(sampled),
-            "greedy": vars(trainer.generation.greedy_responses(prompts)),
+            "greedy": vars(trainer.source.engine.greedy_responses(prompts)),
             "replicas": trainer.generator.layout.replicas,
         }
         if name in SCORED:

@@ -78,7 +78,7 @@ def main(config: str, out: Path) -> None:
                 | {name: getattr(done.batch, name).tolist() for name in fields}
                 | {"moved": moved}
             )
-        with trainer.generation.engine_awake():
+        with trainer.source.engine.awake():
             iterations[-1]["bytes_with_engine"] = [
                 role.training_model.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
             ]

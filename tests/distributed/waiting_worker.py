@@ -39,7 +39,7 @@ def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
         kept = patch.object(trainer.hooks, "load_rollout", lambda prompts, iteration: rollout)
     with asked(way), late(trainer, way), kept:
         rollout = run.generate()
-    ahead = sum(len(model.ahead.known) for model in trainer.generation.scoring._models)
+    ahead = sum(len(model.ahead.known) for model in trainer.source.scoring._models)
     known = run.whole(
         raw_scores=run.scores(rollout),
         log_probs=run.actor.log_probs(rollout),
@@ -83,7 +83,7 @@ def asked(way: str) -> contextlib.AbstractContextManager[Any]:
 
 def late(trainer: OnlineTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
-    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.generation.scoring._models
+    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.source.scoring._models
     if not models or engine is None or way not in LATE:
         return contextlib.nullcontext()
     slow = late_replica(trainer, way)

@@ -35,9 +35,9 @@ NAN = float("nan")
 def trained(config: ExperimentConfig, run: Path, *, holes: bool) -> dict[str, Tensor]:
     """Weights, per-token values at the policy's tokens, and metrics."""
     masks: list[Tensor] = []
-    given, exchanged = Replay.generate, Exchange.gather_all
+    given, exchanged = Replay.rollout, Exchange.gather_all
 
-    def generate(self: Replay, *arguments: Any, **named: Any) -> RolloutBatch:
+    def rollout(self: Replay, *arguments: Any, **named: Any) -> RolloutBatch:
         batch = given(self, *arguments, **named)
         masks.append(batch.response_mask)
         return replace(batch, rollout_log_probs=hollow(batch.rollout_log_probs)) if holes else batch
@@ -49,7 +49,7 @@ def trained(config: ExperimentConfig, run: Path, *, holes: bool) -> dict[str, Te
         per_token = masks and x.is_floating_point() and len(x) == len(masks[0])
         return x.masked_fill(~masks[0], NAN) if per_token else x
 
-    Replay.generate, Exchange.gather_all = generate, wholes  # type: ignore[method-assign]
+    Replay.rollout, Exchange.gather_all = rollout, wholes  # type: ignore[method-assign]
     for module in (bookkeeping, known, run_module):  # which would tell of a NaN anywhere
         module.check_finite = lambda values, rollout: None
     try:
@@ -64,7 +64,7 @@ def trained(config: ExperimentConfig, run: Path, *, holes: bool) -> dict[str, Te
         trainer.iterate = noting  # type: ignore[method-assign]
         trainer.fit()
     finally:
-        Replay.generate, Exchange.gather_all = given, exchanged  # type: ignore[method-assign]
+        Replay.rollout, Exchange.gather_all = given, exchanged  # type: ignore[method-assign]
     done = noted["done"]
     found = {f"weight {i}": weight.clone() for i, weight in enumerate(trained_weights(trainer.roles))}
     tensors = done.batch.tensors().items()

@@ -15,7 +15,6 @@ import torch
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import Stopped, UserError
-from hybridflow.flows.replay import Replay
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.exchange import Exchange
@@ -75,7 +74,7 @@ def main(config: Path, out: Path) -> None:
         experiment = ExperimentConfig.from_yaml(config, [f"name={name.replace(' ', '-')}", *overrides])
         try:
             trainer = Watched(experiment, **how)
-            with closed(trainer.generator):
+            with closed(getattr(trainer, "generator", None)):  # a replay has none
                 trainer.fit()
         except (UserError, Stopped) as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -100,12 +99,12 @@ def main(config: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def closed(generator: Generator | Replay) -> Iterator[None]:
+def closed(generator: Generator | None) -> Iterator[None]:
     """After the block an engine is closed, for the next one."""
     try:
         yield
     finally:
-        if isinstance(generator, Generator) and generator.engine is not None:
+        if generator is not None and generator.engine is not None:
             generator.engine.close()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.flows import generation
-from hybridflow.flows.generation import Generation
+from hybridflow.flows import synchronous
+from hybridflow.flows.synchronous import SharedEngine
 
 
 class Engine:
@@ -41,13 +41,14 @@ def test_the_first_error_is_told(
     within: bool, back: bool, told: str | None, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: Any = contextlib.nullcontext
-    monkeypatch.setattr(generation, "training_memory_offloaded", lambda *roles: nothing())
-    monkeypatch.setattr(generation, "dist", SimpleNamespace(barrier=lambda group: None, group=SimpleNamespace(WORLD=0)))
+    monkeypatch.setattr(synchronous, "training_memory_offloaded", lambda *roles: nothing())
+    monkeypatch.setattr(
+        synchronous, "dist", SimpleNamespace(barrier=lambda group: None, group=SimpleNamespace(WORLD=0))
+    )
     platform: Any = SimpleNamespace(empty_caches=lambda: None)
-    others: dict[str, Any] = dict.fromkeys(("watch", "hooks"))
-    made = Generation(Engine(back), None, None, None, platform=platform, **others)  # type: ignore[arg-type]
+    made = SharedEngine(Engine(back), None, platform)  # type: ignore[arg-type]
     try:
-        with made.engine_awake():
+        with made.awake():
             assert not made.models_in_place
             if within:
                 raise ValueError("within")

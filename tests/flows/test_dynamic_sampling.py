@@ -19,7 +19,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import ConfigError
-from hybridflow.flows.dynamic_sampling import sampled, with_records
+from hybridflow.flows.dynamic_sampling import SURPLUS, sampled, with_records
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout
 from hybridflow.rollout.routing_records import RoutingRecords
@@ -83,6 +83,11 @@ class Run:
 LIVE, DEAD = (0.0, 1.0), (1.0, 1.0)
 
 
+def kept(state: RunState) -> tuple[int, ...]:
+    """Numbers of the prompts whose groups come first in the next iteration."""
+    return tuple(state.kept[SURPLUS]["prompts"].tolist()) if SURPLUS in state.kept else ()
+
+
 def counts(run: Run) -> dict[str, float]:
     return {name.removeprefix("rollout/"): float(value) for name, value in run.metrics.items()}
 
@@ -112,13 +117,13 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     rollout, scores = sampled(run, DynamicSampling())
     assert run.prompt_rows == (5, 7, 8) and scores.tolist() == [2, 1, 0, 1, 0, 1]
     assert run.score_parts["half"].tolist() == [1.0, 0.5, 0, 0.5, 0, 0.5], "of the surplus too"
-    assert run.state.surplus is None and counts(run)["generation_rounds"] == 1
+    assert kept(run.state) == () and counts(run)["generation_rounds"] == 1
 
 
 def test_a_surplus_may_be_dropped() -> None:
     run = Run({0: LIVE, 1: DEAD, 2: LIVE, 3: LIVE}, count=2)
     sampled(run, DynamicSampling(surplus="drop"))
-    assert run.prompt_rows == (0, 2) and run.state.surplus is None
+    assert run.prompt_rows == (0, 2) and kept(run.state) == ()
     assert "1 dropped" in run.lines[0]
 
 
@@ -158,7 +163,7 @@ def test_groups_may_differ_in_size() -> None:
     assert run.prompt_rows == (1, 2) and raw.tolist() == [0, 0, 2, 0, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1]
     assert rollout.input_ids.tolist() == [1, 1, 0, 1, 1, 1, 1, 1, 2, 2, 0, 2, 1]
-    assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
+    assert kept(run.state) == (3,)
     run.iteration = 2
     run.draw()
     rollout, raw = sampled(run, DynamicSampling(max_generation_rounds=1))
@@ -174,7 +179,7 @@ def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: Leng
     run = Run({0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0)}, count=2)
     run.samples = LengthBuckets((1,), (2, 3))
     sampled(run, DynamicSampling())
-    assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
+    assert kept(run.state) == (3,)
     later = Run(
         {4: (0.0, 1.0, 2.0)[: sizes.for_length(1)], 5: (0.0, 1.0, 2.0)[: sizes.for_length(2)]}, count=2, state=run.state
     )
@@ -187,11 +192,11 @@ def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
     """As on a resume with fewer prompts an iteration."""
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE, 6: LIVE, 7: DEAD}, count=3)
     sampled(run, DynamicSampling())
-    assert run.prompt_rows == (1, 2, 3) and run.state.surplus is not None and run.state.surplus.prompts == (4, 5)
+    assert run.prompt_rows == (1, 2, 3) and kept(run.state) == (4, 5)
     smaller = Run(run._scores, count=2, state=run.state)
     sampled(smaller, DynamicSampling())
     assert smaller.prompt_rows == (4, 5) and smaller.state.num_prompts_drawn == 8
-    assert smaller.state.surplus is not None and smaller.state.surplus.prompts == (6,)
+    assert kept(smaller.state) == (6,)
 
 
 class Routed(Run):
@@ -218,9 +223,7 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     before, after = records_of_one_rank(), records_of_one_rank()
     run = Routed({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE}, count=2, records=before)
     sampled(run, DynamicSampling())
-    surplus = run.state.surplus
-    assert surplus is not None
-    state = replace(run.state, surplus=replace(surplus, tensors=before.portable(surplus.tensors)))
+    state = run.state.keeping(SURPLUS, before.portable(run.state.kept[SURPLUS]))
     write_state(tmp_path, SavedRun(state, {}, {}, {}, None))
     state = with_records(load_state(tmp_path).state, after)
     later = Routed(run._scores, count=2, state=state, records=after)
@@ -228,21 +231,21 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     assert later.prompt_rows[0] == 3 and rollout.has_routing
     experts = after.of_rows(rollout, range(len(rollout))).for_tokens(torch.arange(len(rollout.input_ids))).experts
     assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
-    plain = with_records(load_state(tmp_path).state, None).surplus
-    assert plain is not None and not {"routed_experts", "record_ids"} & plain.tensors.keys()
+    plain = with_records(load_state(tmp_path).state, None).kept[SURPLUS]
+    assert not {"routed_experts", "record_ids"} & plain.keys()
 
 
 def test_a_surplus_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE}, count=2)
     sampled(run, DynamicSampling())
-    assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
+    assert kept(run.state) == (3,)
     write_state(tmp_path, SavedRun(run.state, {}, {}, {}, None))
     loaded = load_state(tmp_path).state
-    assert loaded.surplus is not None and loaded.surplus.prompts == (3,)
-    assert loaded.surplus.tensors.keys() == run.state.surplus.tensors.keys()
-    for name, tensor in run.state.surplus.tensors.items():
-        assert torch.equal(loaded.surplus.tensors[name], tensor) and loaded.surplus.tensors[name].dtype == tensor.dtype
-    assert replace(loaded, surplus=None) == replace(run.state, surplus=None)
+    assert kept(loaded) == (3,) and loaded.kept[SURPLUS].keys() == run.state.kept[SURPLUS].keys()
+    for name, tensor in run.state.kept[SURPLUS].items():
+        found = loaded.kept[SURPLUS][name]
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype
+    assert replace(loaded, kept={}) == replace(run.state, kept={})
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

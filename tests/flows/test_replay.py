@@ -57,7 +57,7 @@ def generated(
     if tensors is not None:
         save_file(tensors, file)
     replay = Replay({3: file}, vocab_size=10, max_length=4, records=records)
-    return replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
+    return replay.rollout(prompts(), always(2), 3)
 
 
 @pytest.fixture
@@ -122,10 +122,10 @@ def test_prompts_may_have_as_many_responses_as_their_length_says(file: Path) -> 
     per_row = {name: x[:3] for name, x in whole.items() if len(x) == 4}
     save_file({name: x[:9].clone() for name, x in whole.items()} | per_row, file)
     replay = Replay({3: file}, vocab_size=10, max_length=4)
-    rollout = replay.generate(prompts(), samples_per_prompt=samples, iteration=3)
+    rollout = replay.rollout(prompts(), samples, 3)
     assert rollout.prompt_indices.tolist() == [0, 0, 1] and rollout.input_ids.tolist() == [5, 6, 8, 9, 5, 6, 9, 7, 8]
     with pytest.raises(DataError, match=r"not those of 2 prompts .* x 1 to 2 responses"):
-        replay.generate(prompts(), samples_per_prompt=LengthBuckets((1,), (2, 1)), iteration=3)
+        replay.rollout(prompts(), LengthBuckets((1,), (2, 1)), 3)
 
 
 STARTS = torch.zeros(13, dtype=torch.bool).index_fill(0, torch.tensor([11]), True)
@@ -136,10 +136,10 @@ def test_rows_of_several_sequences_are_read_where_the_config_has_them(file: Path
     mask = batch()["response_mask"] & ~STARTS
     save_file(batch() | {"branch_starts": STARTS, "response_mask": mask}, file)
     given = {"vocab_size": 10, "max_length": 4}
-    rollout = Replay({3: file}, **given, several=True).generate(prompts(), samples_per_prompt=always(2), iteration=3)
+    rollout = Replay({3: file}, **given, several=True).rollout(prompts(), always(2), 3)
     assert rollout.branch_lengths.tolist() == [4, 3, 2, 2, 2]
     with pytest.raises(DataError, match=r"several sequences, which need data.environment.earlier_turns: branch"):
-        Replay({3: file}, **given).generate(prompts(), samples_per_prompt=always(2), iteration=3)
+        Replay({3: file}, **given).rollout(prompts(), always(2), 3)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_sequences_that_make_no_sense_are_refused(tensors: dict[str, Tensor], me
     save_file(batch() | tensors, file)
     replay = Replay({3: file}, vocab_size=10, max_length=4, several=True)
     with pytest.raises(DataError, match=message):
-        replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
+        replay.rollout(prompts(), always(2), 3)
 
 
 def changed(name: str, value: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:

@@ -1,0 +1,202 @@
+"""Synchronous rollouts: models and engine take turns on the same ranks. The actor's weights are the engine's meanwhile.
+
+    iteration k:   draw prompts | weights to the engine | generate | weights back | flow on the rollout
+
+Replicas that are done score rows while others still generate (`overlapped_scoring`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.state import RunState
+from hybridflow.config.length_buckets import always
+from hybridflow.config.sampling import SamplingConfig
+from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.evaluate import HeldoutSet
+from hybridflow.flows.generation import (
+    NO_IDS,
+    SAMPLED,
+    DeferredRows,
+    Delivered,
+    GenerationCosts,
+    Greedy,
+    Kinds,
+    Moment,
+    Sampled,
+    begin_scoring,
+    costs_of,
+    forget_measures,
+    heldout_rollout,
+)
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.parallel.platform import Platform
+from hybridflow.recording.iteration import Metrics
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.roles.generator import Generator
+from hybridflow.roles.policy import Actor
+from hybridflow.rollout.turns import TurnCounts
+
+
+class SharedEngine:
+    """An engine on the ranks of the models, which take turns with it. models_in_place: see `Source`."""
+
+    def __init__(self, generator: Generator, roles: Roles, platform: Platform) -> None:
+        self.generator, self._roles, self._platform = generator, roles, platform
+        self.models_in_place = True
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
+
+        In strict order: memory that training alone needs is freed, weights are put in place, caches are emptied. The KV
+        cache takes memory only when every rank has come so far.
+        """
+        self.models_in_place, failure = False, None
+        try:
+            with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
+                self._platform.empty_caches()
+                dist.barrier(group=dist.group.WORLD)
+                with self.generator.awake():
+                    try:
+                        yield
+                    except Exception as error:
+                        failure = error
+            self.models_in_place = True
+        finally:
+            if failure is not None:  # also where an engine that has failed cannot go to sleep
+                raise failure
+
+    def heldout_responses(
+        self, sets: Sequence[HeldoutSet], show: Callable[[HeldoutSet], None] = lambda heldout: None
+    ) -> list[tuple[HeldoutSet, RolloutBatch]]:
+        """To held-out prompts, outside any iteration: seeds go by the set, and are no iteration's. show: what comes."""
+        found = []
+        with self.awake():
+            for heldout in sets:
+                show(heldout)
+                found.append((heldout, heldout_rollout(self.generator, heldout)))
+        return found
+
+    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
+        """One to each, as an evaluation on the only held-out set has them."""
+        [(_, responses)] = self.heldout_responses([HeldoutSet("", prompts)])
+        return responses
+
+
+class Synchronous:
+    """See `Source`."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        scoring: OverlappedScoring,
+        actor: Actor | None,
+        sampling: SamplingConfig,
+        *,
+        draws: PromptDraws,
+        watch: Stopwatch,
+        hooks: RunHooks,
+    ) -> None:
+        self.engine, self.scoring, self._actor, self._sampling = engine, scoring, actor, sampling
+        self._data, self._watch, self._hooks = draws, watch, hooks
+        self._iteration = self._num_sampled = self._num_generated = 0
+        self._draw: PromptDraw | None = None
+
+    @property
+    def models_in_place(self) -> bool:
+        """See `Source`."""
+        return self.engine.models_in_place
+
+    def begin_run(self) -> list[str]:
+        """See `Source`."""
+        return self.engine.generator.notes()
+
+    def draw(self, position: int) -> PromptDraw:
+        """See `Source`. Seeds of sampling go by the prompts' places in the run."""
+        self._draw, self._num_sampled = self._data.draw(position), 0
+        return self._draw
+
+    def at(self, numbers: Sequence[int]) -> PromptBatch:
+        """See `Source`."""
+        return self._data.at(numbers)
+
+    def begin(self, iteration: int, num_iterations: int) -> Tensor:
+        """See `Source`."""
+        self._iteration, self._num_generated = iteration, 0
+        forget_measures(self.engine.generator)
+        return NO_IDS
+
+    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+        """See `Source`."""
+        draw = self._draw
+        assert draw is not None, "the prompts of an iteration are drawn when it begins"
+        if list(kinds) == [SAMPLED] and not self._num_sampled:
+            rollouts: tuple[RolloutBatch, ...] = (self._sampled_alone(draw.batch, deferred),)
+        else:
+            self.scoring.disable()
+            with self.engine.awake(), self._watch.phase("generate"):
+                rollouts = tuple(self._rollout(kind) for kind in kinds)
+        return Delivered(draw.numbers, draw.batch, rollouts)
+
+    def evaluate(
+        self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool
+    ) -> list[tuple[HeldoutSet, RolloutBatch]]:
+        """See `Source`."""
+        return self.engine.heldout_responses(sets())
+
+    @property
+    def turn_counts(self) -> TurnCounts | None:
+        """See `Source`."""
+        return self.engine.generator.turn_counts
+
+    def costs(self) -> GenerationCosts:
+        """See `Source`."""
+        return costs_of(self.engine.generator, self._num_generated)
+
+    def metrics(self, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
+        """See `Source`: every rank that generates trains, too."""
+        return {}
+
+    def state(self, state: RunState, moment: Moment) -> RunState:
+        """See `Source`: nothing. The rollout of an iteration that was stopped is a file (checkpoint.save_rollout)."""
+        return state
+
+    def close(self, *, saved: bool | None) -> None:
+        """See `Source`: the engine ends with the process."""
+
+    def _sampled_alone(self, prompts: PromptBatch, deferred: DeferredRows) -> RolloutBatch:
+        """What is scored while others generate; of one that an earlier start has kept, in the same units."""
+        rollout = self._hooks.load_rollout(prompts, self._iteration)
+        generates = rollout is None
+        begin_scoring(self.scoring, self._actor, self._sampling, prompts, deferred=deferred, generates=generates)
+        if rollout is None:
+            with self.engine.awake(), self._watch.phase("generate"):
+                rollout = self._rollout(SAMPLED, self.scoring)
+            self._hooks.save_rollout(self._iteration, rollout.tensors())
+        self._num_sampled = 1  # also where an earlier start has sampled them
+        self.scoring.assign_rest(rollout)
+        return rollout
+
+    def _rollout(self, how: Sampled | Greedy, listener: OverlappedScoring | None = None) -> RolloutBatch:
+        assert self._draw is not None, "drawn above"
+        greedy, generator = isinstance(how, Greedy), self.engine.generator
+        generation = 0 if greedy else self._num_sampled
+        self._num_sampled += not greedy
+        rollout = generator.generate(
+            self._draw.batch,
+            temperature=0.0 if greedy else None,
+            samples_per_prompt=always(1) if greedy else self._sampling.samples,
+            iteration=self._iteration,
+            first_prompt=self._draw.first,
+            generation=generation,
+            listener=listener,
+        )
+        self._num_generated += rollout.num_response_tokens
+        generator.count_work(rollout, self._watch)
+        return rollout
