@@ -1,27 +1,25 @@
-"""The loop of a run on fixed data: every rank draws rows, judges them, steps, records. No engine is built.
+"""Training on the rows of files: every rank draws rows, judges them, steps, records. No engine is built.
 
 trainer = FixedDataTrainer.from_yaml("configs/quickstart_sft.yaml", ["seed=3"])
 trainer.fit()
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
 from hybridflow.data.mixture import mixture_lines
-from hybridflow.errors import ConfigError, Stopped
+from hybridflow.errors import ConfigError
 from hybridflow.flows.bookkeeping import FixedDataBookkeeping
-from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
-from hybridflow.formats.weights_digest import base_digest
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -31,16 +29,15 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
 from hybridflow.placement.placed import PlacedFixed, place_fixed
-from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.recording.traces import stage_traces
-from hybridflow.roles.base import RunContext
+from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.policy import Actor, ActorAsReference, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.roles.warm_up import warm_up
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, lost, save_whole, start, start_notes, train, warmup_notes
+from hybridflow.trainers.loop import Trainer, checkpoint_manager_of, start, start_notes, warmup_notes
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -58,13 +55,14 @@ def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
     return Roles(actor, reference=reference, reward_model=reward_model)
 
 
-class FixedDataTrainer:
+class FixedDataTrainer(Trainer):
     """One config, ready to run. Building it is collective over the world and checks everything a user gave.
 
     watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
     """
 
-    writes_model = True
+    config: FixedDataConfig
+    placed: PlacedFixed
 
     def __init__(self, config: FixedDataConfig, watchdog: Watchdog | None = None) -> None:
         choose_platform(config.platform)  # before anything asks
@@ -117,43 +115,28 @@ class FixedDataTrainer:
 
         Ends with runs/NAME/hf. Errors: Stopped after a request to end and a save.
         """
-        last = self.num_iterations if num_iterations is None else num_iterations
-        if last < 1:
-            raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
-        manager = self.checkpoint_manager
-        with manager.recorder(last, self.inputs.decode) as recorder:
-            layouts = {name: model.layout for name, model in self.placed.models.items()}
-            recorder.layout(self.placed.world_size, layouts, None)
-            understood = self.inputs.understood(self.config)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes(last):
-                recorder.message(line)
-            if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
-                recorder.phase("evaluating before training")
-                recorder.before_training(self.evaluate())
-            train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
-            manager.finish()
-            recorder.phase("writing the trained model")
-            with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
-                export_huggingface(
-                    self.models.trained()[0],
-                    self.config.run_dir / "hf",
-                    adapter=self.config.run_dir / "adapter",
-                    base_digest=base_digest(manager.digests, self.models.trained()[0].name),
-                    end_token_ids=self._end_token_ids(),
-                    report=recorder.message,
-                )
-        return recorder.summary()
+        return self.train(self.num_iterations if num_iterations is None else num_iterations, self.inputs.decode)
+
+    def flow(self, run: Run) -> RolloutBatch:
+        """See `Trainer`."""
+        return fixed_flow(run, self.config.algorithm)
+
+    def described(self, recorder: Recorder, last: int) -> list[str]:
+        """See `Trainer`."""
+        layouts = {name: model.layout for name, model in self.placed.models.items()}
+        recorder.layout(self.placed.world_size, layouts, None)
+        understood = self.inputs.understood(self.config)
+        return [*self.checkpoint_manager.notes, *self.inputs.notes(), *understood, *self._notes(last)]
+
+    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+        """See `Trainer`."""
+        return self.models.trained()[0], self._end_token_ids()
 
     def _end_token_ids(self) -> tuple[int, ...]:
         """Those of a model that generates; a reward model is exported as it was."""
         if self.config.actor is None:
             return ()
         return self.inputs.end_token_ids(self.config, self.placed.trained.spec.vocab_size)
-
-    @property
-    def models_in_place(self) -> bool:
-        """See `OnlineTrainer`: nothing takes their memory."""
-        return True
 
     def evaluate(self, *, whole: bool = True) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
@@ -164,33 +147,10 @@ class FixedDataTrainer:
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
-    def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
-        """One iteration of the flow; None where the config allows a lost step, and a number was not finite."""
-        before = self.run.state
-        self.hooks.say, self.hooks.show = recorder.message, recorder.phase
-        self.book.begin(self.run, iteration, last)
-        try:
-            done = self.book.finished(self.run, fixed_flow(self.run, self.config.algorithm))
-        except Stopped as stopped:
-            self.book.abandon(self.run, before)
-            self.checkpoint_manager.save_and_stop(before, recorder, stopped)
-        except NonFinite as found:
-            self.run.state = lost(self.config, self.run.state, found, recorder)
-            return None
-        except Exception as error:
-            save_whole(self, error, before, lambda state: state, recorder)
-            raise
-        finally:
-            self.watchdog.rest()
-        self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
-        return done
-
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*start_notes(self.placed), *warmup_notes(self.config, last)]
         notes += mixture_lines("data.train", self.inputs.train.rows, last * self.config.data.batch_size)
-        if self.run.state.iteration >= last:
-            notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)
         if epochs is not None:
             batch = self.config.data.batch_size

@@ -7,6 +7,7 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.dynamic_sampling import SURPLUS, with_records
+from hybridflow.flows.engine_ranks import EnginesApart
 from hybridflow.flows.generation import Source
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
@@ -24,7 +25,6 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.routing_records import RoutingRecords
-from hybridflow.trainers.engine_ranks import EnginesApart
 
 
 def source_of(

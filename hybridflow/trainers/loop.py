@@ -1,25 +1,30 @@
-"""What the loop of every trainer does alike: it starts a platform, keeps checkpoints, and loses a step to a NaN.
+"""The loop of a run: every rank evaluates, runs the flow, records, saves. A flow (`hybridflow.flows`) is an iteration.
 
-`hybridflow.trainers.online` and `hybridflow.trainers.fixed_data` are built on it.
+`hybridflow.trainers.online` and `hybridflow.trainers.fixed_data` build what the loop runs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.batch import RolloutBatch
+from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import PPO
-from hybridflow.errors import NonFiniteError
+from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.bookkeeping import Bookkeeping
 from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.generation import Moment
+from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.run import Run
+from hybridflow.formats.weights_digest import base_digest
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
@@ -32,7 +37,8 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.adapter_lines import adapter_lines
 from hybridflow.placement.placed import PlacedModels
 from hybridflow.recording.iteration import Iteration, Metrics
-from hybridflow.recording.recorder import Recorder
+from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.roles.base import TrainedRole
 
 
 def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watchdog]:
@@ -75,106 +81,176 @@ def checkpoint_manager_of(
     )
 
 
-class Trainer(Protocol):
-    """What the loop asks of a trainer."""
+class Trainer(ABC):
+    """One config, ready to run: what trainers of both kinds do alike. A trainer builds the fields.
 
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def checkpoint_manager(self) -> CheckpointManager: ...
-    @property
-    def run(self) -> Run: ...
-    @property
-    def book(self) -> Bookkeeping: ...
-    @property
-    def models_in_place(self) -> bool: ...
-    def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
-    def evaluate(self, *, whole: bool) -> dict[str, float]: ...
-
-
-def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Recorder) -> None:
-    """Iterate, evaluate where it is time to, record and save, until all is done or `stop_when` holds. Collective.
-
-    last: the run's last iteration. Errors: Stopped after a request to end and a save; SaveError.
+    run: what a flow is given. book: what is done with an iteration beside the flow.
     """
-    checkpoint_manager = trainer.checkpoint_manager
-    over = checkpoint_manager.loaded_stop_reason()
-    if over is not None:
-        recorder.message(f"the run is over: {over}; without stop_when the run continues")
-        return
-    for iteration in iterations:
-        metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)
-        checkpoint_manager.after_iteration(
-            trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None
-        )
-        if why is not None:
-            recorder.message(f"iteration {iteration} of {last} was the last: {why}")
+
+    config: RunConfig
+    placed: PlacedModels
+    watchdog: Watchdog
+    checkpoint_manager: CheckpointManager
+    hooks: RunHooks
+    book: Bookkeeping
+    run: Run
+    writes_model = True
+
+    @property
+    def models_in_place(self) -> bool:
+        """Whether the trained weights, and what was offloaded, are where training has left them."""
+        return True
+
+    @abstractmethod
+    def flow(self, run: Run) -> RolloutBatch:
+        """What an iteration is: the algorithm."""
+
+    @abstractmethod
+    def evaluate(self, *, whole: bool = True) -> dict[str, float]:
+        """Metrics of held-out rows. whole: of all sets; else of those whose turn it is. Collective."""
+
+    @abstractmethod
+    def described(self, recorder: Recorder, last: int) -> list[str]:
+        """Record the layout; the lines that a person reads as the run begins. Collective."""
+
+    @abstractmethod
+    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+        """The model to write at the end, and ids of its end tokens."""
+
+    def to_come(self, last: int) -> Sequence[int]:
+        """The iterations of this start."""
+        return range(self.run.state.iteration + 1, last + 1)
+
+    def kept(self, state: RunState, moment: Moment) -> RunState:
+        """The state before an iteration that ends early, with what a save has beside it: see `flows.generation`."""
+        return state
+
+    # ---- a run
+
+    def train(self, last: int, decode: Callable[[list[int]], str]) -> RunSummary:
+        """Up to iteration `last`, into the run directory, and with hf/ at the end. Collective.
+
+        Errors: ConfigError; Stopped after a request to end and a save.
+        """
+        if last < 1:
+            raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
+        manager = self.checkpoint_manager
+        with manager.recorder(last, decode) as recorder:
+            for line in self.described(recorder, last):
+                recorder.message(line)
+            if self.run.state.iteration >= last:
+                recorder.message(f"all {last} iterations are done; checkpoint.load=none starts anew")
+            if self.config.metrics.eval_interval and manager.state is None:
+                recorder.phase("evaluating before training")
+                self.hooks.heldout = recorder.heldout
+                recorder.before_training(self.evaluate())
+            self._iterate_all(last, recorder)
+            manager.finish()
+            if self.writes_model:
+                self._export(recorder)
+        return recorder.summary()
+
+    def _export(self, recorder: Recorder) -> None:
+        manager, directory, (role, end_token_ids) = self.checkpoint_manager, self.config.run_dir, self.exported()
+        recorder.phase(f"writing the trained {'model' if role.name == 'reward_model' else role.name}")
+        with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
+            export_huggingface(
+                role,
+                directory / "hf",
+                adapter=directory / "adapter",
+                base_digest=base_digest(manager.digests, role.name),
+                end_token_ids=end_token_ids,
+                group=self.book.exchange.group,
+                report=recorder.message,
+            )
+
+    def _iterate_all(self, last: int, recorder: Recorder) -> None:
+        """Iterate, evaluate where it is time to, record and save, until all is done or `stop_when` holds."""
+        manager = self.checkpoint_manager
+        over = manager.loaded_stop_reason()
+        if over is not None:
+            recorder.message(f"the run is over: {over}; without stop_when the run continues")
             return
+        for iteration in self.to_come(last):
+            metrics, why = self._recorded(self.iterate(iteration, last, recorder), iteration, last, recorder)
+            ends = iteration == last or why is not None
+            manager.after_iteration(self.run.state, metrics, recorder, is_last=ends)
+            if why is not None:
+                recorder.message(f"iteration {iteration} of {last} was the last: {why}")
+                return
 
+    def _recorded(
+        self, done: Iteration | None, iteration: int, last: int, recorder: Recorder
+    ) -> tuple[Metrics, str | None]:
+        """The iteration's metrics (none without a step), and why `stop_when` makes the iteration the last one."""
+        if done is None:
+            return {}, None
+        interval, manager = self.config.metrics.eval_interval, self.checkpoint_manager
+        why = manager.stop_reason(done.metrics, recorder)
+        if evaluates(interval, iteration, last) or (interval and why is not None):
+            recorder.phase(f"iteration {iteration}: evaluating")
+            try:
+                evaluation = self.evaluate(whole=iteration == last or why is not None)
+            except Exception as error:
+                if self.models_in_place:
+                    state = partial(self._state_recorded, done, recorder)
+                    manager.save_before(error, iteration, state, recorder, done.metrics)
+                raise
+            recorder.evaluated(done, evaluation)
+            why = why or manager.stop_reason(done.metrics, recorder)
+        done.metrics["time/save_seconds"] = manager.pop_save_seconds()
+        recorder.iteration(done)
+        return done.metrics, why
 
-def _recorded(
-    trainer: Trainer, done: Iteration | None, iteration: int, last: int, recorder: Recorder
-) -> tuple[Metrics, str | None]:
-    """The iteration's metrics (none without a step), and why `stop_when` makes the iteration the last one."""
-    if done is None:
-        return {}, None
-    interval = trainer.config.metrics.eval_interval
-    why = trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
-    if evaluates(interval, iteration, last) or (interval and why is not None):
-        recorder.phase(f"iteration {iteration}: evaluating")
+    def _state_recorded(self, done: Iteration, recorder: Recorder) -> RunState:
+        """The state after an iteration, whose row has no evaluation."""
+        recorder.iteration(done)
+        return self.run.state
+
+    # ---- an iteration
+
+    def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
+        """Run one iteration of the flow; None where a number was not finite and `nonfinite` lets the run go on.
+
+        Errors: Stopped after a request to end and a save; NonFinite where `nonfinite` ends the run.
+        """
+        before, book = self.run.state, self.book
+        self.hooks.say, self.hooks.show, self.hooks.heldout = recorder.message, recorder.phase, recorder.heldout
+        book.begin(self.run, iteration, last)
         try:
-            evaluation = trainer.evaluate(whole=iteration == last or why is not None)
+            done = book.finished(self.run, self.flow(self.run))
+        except Stopped as stopped:
+            book.abandon(self.run, before)
+            self.checkpoint_manager.save_and_stop(self.kept(before, "stopped"), recorder, stopped)
+        except NonFinite as found:
+            found.tensors = dict(book.roles.portable(found.tensors))
+            self.run.state = self._lost(self.run.state, found, recorder)
+            return None
         except Exception as error:
-            if trainer.models_in_place:
-                state = partial(_state_recorded, trainer, done, recorder)
-                trainer.checkpoint_manager.save_before(error, iteration, state, recorder, done.metrics)
+            if self.models_in_place and not book.steps_begun:
+                book.abandon(self.run, before)
+                kept = partial(self.kept, before, "failed")
+                self.checkpoint_manager.save_before(error, before.iteration, kept, recorder)
             raise
-        recorder.evaluated(done, evaluation)
-        why = why or trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
-    done.metrics["time/save_seconds"] = trainer.checkpoint_manager.pop_save_seconds()
-    recorder.iteration(done)
-    return done.metrics, why
+        finally:
+            self.watchdog.rest()
+        self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
+        return done
 
+    def _lost(self, state: RunState, found: NonFinite, recorder: Recorder) -> RunState:
+        """Keep what was computed in the iteration of `state`, which loses a step; the state after it.
 
-def _state_recorded(trainer: Trainer, done: Iteration, recorder: Recorder) -> RunState:
-    """The state after an iteration, whose row has no evaluation."""
-    recorder.iteration(done)
-    return trainer.run.state
-
-
-def lost(
-    config: RunConfig,
-    state: RunState,
-    found: NonFinite,
-    recorder: Recorder,
-    group: dist.ProcessGroup | None = None,
-) -> RunState:
-    """Keep what was computed in the iteration of `state`, which loses a step; the state after it.
-
-    Every rank of the group (None: of the world) has found the same. Errors: NonFiniteError unless the config lets the
-    run go on.
-    """
-    rules, in_a_row, iteration = config.nonfinite, state.nonfinite_in_a_row + 1, state.iteration
-    recorder.lost(iteration, str(found), found.tensors)
-    dist.barrier(group=group or dist.group.WORLD)  # the first rank to leave ends the others
-    if rules.action == "stop" or in_a_row > rules.max_in_a_row:
-        rule = "nonfinite.action = stop"
-        if rules.action == "skip":
-            rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {rules.max_in_a_row}"
-        raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
-    return replace(state, nonfinite_in_a_row=in_a_row)
-
-
-def save_whole(
-    trainer: Trainer, error: Exception, before: RunState, kept: Callable[[RunState], RunState], recorder: Recorder
-) -> None:
-    """The iteration ends with this error: save the one before, unless the models are not as that one left them.
-
-    before: the state of the one before. kept: adds what a save has beside, a call that is collective.
-    """
-    if trainer.models_in_place and not trainer.book.steps_begun:
-        trainer.book.abandon(trainer.run, before)
-        trainer.checkpoint_manager.save_before(error, before.iteration, lambda: kept(before), recorder)
+        Every rank that trains has found the same. Errors: NonFiniteError unless the config lets the run go on.
+        """
+        rules, in_a_row, iteration = self.config.nonfinite, state.nonfinite_in_a_row + 1, state.iteration
+        recorder.lost(iteration, str(found), found.tensors)
+        dist.barrier(group=self.book.exchange.group)  # the first rank to leave ends the others
+        if rules.action == "stop" or in_a_row > rules.max_in_a_row:
+            rule = "nonfinite.action = stop"
+            if rules.action == "skip":
+                rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {rules.max_in_a_row}"
+            raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
+        return replace(state, nonfinite_in_a_row=in_a_row)
 
 
 def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:

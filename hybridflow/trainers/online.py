@@ -1,13 +1,10 @@
-"""The loop: every rank evaluates, runs the flow, records. A flow (`hybridflow.flows`) owns what an iteration is.
+"""Training on what the actor generates. Start it under torchrun:
 
-Every rank runs this same program over the same global batch; the roles shard the work. Start it under torchrun:
-
-    trainer = OnlineTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
-    trainer.fit()
+trainer = OnlineTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
+trainer.fit()
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.staleness import staleness_notes
 from hybridflow.data.digests import run_digests
@@ -26,13 +23,13 @@ from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.draws import PromptDraws
+from hybridflow.flows.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.flows.evaluate import evaluate
-from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.generation import Moment
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
-from hybridflow.formats.weights_digest import base_digest
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -41,12 +38,12 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
-from hybridflow.placement.placed import place
+from hybridflow.placement.placed import PlacedRun, place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.recording.traces import stage_traces
-from hybridflow.roles.base import RunContext
+from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
@@ -60,14 +57,13 @@ from hybridflow.trainers.building import (
     most_ranks_of_a_host,
     reencoders,
 )
-from hybridflow.trainers.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.generating import overlapped_scoring, source_of, state_of_flows
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.user_code import search_beside
 
 
-class OnlineTrainer:
+class OnlineTrainer(loop.Trainer):
     """One config, ready to run. Building it is collective over the world and checks everything a user gave.
 
     watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
@@ -75,6 +71,9 @@ class OnlineTrainer:
     rollout_only: generate and score, and train nothing.
     """
 
+    config: ExperimentConfig
+    placed: PlacedRun
+    book: OnlineBookkeeping
     generator: Generator  # not of a replay
 
     def __init__(
@@ -105,7 +104,7 @@ class OnlineTrainer:
         _, world_size = torchrun.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
-        self.flow = flow_of(config.algorithm)
+        self._flow = flow_of(config.algorithm)
         self.platform, self.watchdog = loop.start(config, watchdog)
         self.stop = self.watchdog.stop
         with self.watchdog.phase("start"):
@@ -282,84 +281,55 @@ class OnlineTrainer:
         if self.serves:
             self.engine_ranks.serve()
             return RunSummary.unknown()
+        last = self.config.num_iterations if num_iterations is None else num_iterations
         try:
-            summary = self._fit(num_iterations)
+            summary = self.train(last, self.inputs.decode)
         except Stopped as stopped:
             self.source.close(saved=stopped.saved)
             raise
         self.source.close(saved=None)
         return summary
 
-    def _fit(self, num_iterations: int | None) -> RunSummary:
-        num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
-        if num_iterations < 1:
-            raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        manager = self.checkpoint_manager
-        with manager.recorder(num_iterations, self.inputs.decode) as recorder:
-            of_source = self.source.begin_run()
-            layouts = {name: model.layout for name, model in self.placed.models.items()}
-            cache = None if self.replay is not None else self.generator.cache_report()
-            recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
-            understood = self.inputs.understood(self.config)
-            notes = of_source + self._notes(num_iterations)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + notes:
-                recorder.message(line)
-            if self.run.state.iteration >= num_iterations:
-                recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
-            if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
-                recorder.phase("evaluating before training")
-                self.hooks.heldout = recorder.heldout
-                recorder.before_training(self.evaluate())
-            done = self.run.state.iteration
-            to_come = range(done + 1, num_iterations + 1)
-            replayed = None if self.replay is None else self.replay.iterations(num_iterations, after=done)
-            loop.train(self, replayed or to_come, num_iterations, recorder)
-            manager.finish()
-            if self.writes_model:
-                recorder.phase("writing the trained actor")
-                with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
-                    export_huggingface(
-                        self.run.actor,
-                        self.config.run_dir / "hf",
-                        adapter=self.config.run_dir / "adapter",
-                        base_digest=base_digest(manager.digests, "actor"),
-                        end_token_ids=self.inputs.ends.ids,
-                        group=self.exchange.group,
-                        report=recorder.message,
-                    )
-        return recorder.summary()
+    def flow(self, run: Run) -> RolloutBatch:
+        """See `Trainer`."""
+        return self._flow(run)
 
-    def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
-        """Run one iteration of the flow; None where a number was not finite and `nonfinite` lets the run go on.
+    def described(self, recorder: Recorder, last: int) -> list[str]:
+        """See `Trainer`."""
+        of_source = self.source.begin_run()
+        layouts = {name: model.layout for name, model in self.placed.models.items()}
+        cache = None if self.replay is not None else self.generator.cache_report()
+        recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
+        understood = self.inputs.understood(self.config)
+        return [*self.checkpoint_manager.notes, *self.inputs.notes(), *understood, *of_source, *self._notes(last)]
 
-        Errors: Stopped after a request to end and a save; NonFinite where `nonfinite` ends the run.
-        """
+    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+        """See `Trainer`."""
+        return self.run.actor, self.inputs.ends.ids
+
+    def to_come(self, last: int) -> Sequence[int]:
+        """See `Trainer`: of a replay, those that there is a file of."""
+        if self.replay is None:
+            return super().to_come(last)
+        return self.replay.iterations(last, after=self.run.state.iteration)
+
+    def kept(self, state: RunState, moment: Moment) -> RunState:
+        """See `Trainer`."""
+        return self.source.state(state, moment)
+
+    def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
+        """See `Trainer`."""
         self.book.skip_to(self.run, iteration)
-        before = self.run.state
-        self.hooks.say, self.hooks.show, self.hooks.heldout = recorder.message, recorder.phase, recorder.heldout
         self.caller.context.iteration = iteration
-        self.book.begin(self.run, iteration, num_iterations)
-        try:
-            done = self.book.finished(self.run, self.flow(self.run))
-        except Stopped as stopped:
-            self.book.abandon(self.run, before)
-            self.checkpoint_manager.save_and_stop(self.source.state(before, "stopped"), recorder, stopped)
-        except NonFinite as found:
-            found.tensors = dict(self.roles.portable(found.tensors))
-            self.run.state = loop.lost(self.config, self.run.state, found, recorder, self.exchange.group)
+        done = super().iterate(iteration, last, recorder)
+        if done is None:
             return None
-        except Exception as error:
-            loop.save_whole(self, error, before, lambda state: self.source.state(state, "failed"), recorder)
-            raise
-        finally:
-            self.watchdog.rest()
         if not self._looked_at_ends:
             self._looked_at_ends = True
             if done.batch.truncated.all():
                 recorder.message(self.inputs.all_cut(self.config.sampling, done.number, len(done.batch)))
         for line in [] if self.replay is None else self.replay.compared(iteration, vars(done.batch)):
             recorder.message(line)
-        self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
 
     def evaluate(self, *, whole: bool = True) -> dict[str, float]:

@@ -211,7 +211,7 @@ TABLE = {
     "one step off": Row(
         "one step off",
         (
-            End("hybridflow.trainers.engine_ranks:EngineRanks._respond", 4, rank="1"),
+            End("hybridflow.flows.engine_ranks:EngineRanks._respond", 4, rank="1"),
             End("hybridflow.roles.generator:Generator.gathered", 1),
             TOLD,
         ),
