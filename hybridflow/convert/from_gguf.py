@@ -19,7 +19,7 @@ from hybridflow.convert.output import check_target, new_directory
 from hybridflow.convert.processes import Processes
 from hybridflow.convert.progress import say, size_text
 from hybridflow.errors import CheckpointError, UserError
-from hybridflow.formats.gguf_files import SUFFIX, gguf_file
+from hybridflow.formats.gguf_files import gguf_files
 
 KINDS = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 BEGINS = "tokenizer.ggml.add_bos_token"  # whether a text begins with the begin token
@@ -44,11 +44,12 @@ def from_gguf(
     """
     if processes.group is not None:
         raise UserError("gguf-to-hf runs in one process: start it without torchrun")
-    file = gguf_file(source)
-    if file is None:
+    files = gguf_files(source)
+    if not files:
         raise CheckpointError(f"{source}: is no GGUF file (*.gguf), and holds none")
-    if source.is_dir() and len(others := sorted(each.name for each in source.glob(f"*{SUFFIX}"))) > 1:
-        raise CheckpointError(f"{source}: holds {', '.join(others)}: name one of them")
+    if len(files) > 1:
+        raise CheckpointError(f"{source}: holds {', '.join(each.name for each in files)}: name one of them")
+    file = files[0]
     check_target(target, source, overwrite=overwrite)
     try:
         version("gguf")

@@ -121,8 +121,11 @@ def evaluation_notes(config: ExperimentConfig) -> list[str]:
     metrics = config.metrics
     if not metrics.eval_interval or (metrics.eval_reward is not None and metrics.eval_threshold == 1.0):
         return []
+    return [f"evaluation: {what_is_right(config)}. eval/score_mean is the mean score that trains"]
+
+
+def what_is_right(config: ExperimentConfig) -> str:
+    """In evaluations."""
+    metrics = config.metrics
     judge = "metrics.eval_reward" if metrics.eval_reward is not None else judge_name(config)
-    return [
-        f"evaluation: right is a score of {judge} of at least metrics.eval_threshold = {metrics.eval_threshold:g}. "
-        "eval/score_mean is the mean score that trains"
-    ]
+    return f"right is a score of {judge} of at least metrics.eval_threshold = {metrics.eval_threshold:g}"

@@ -33,7 +33,7 @@ from hybridflow.trainers.building import (
     most_ranks_of_a_host,
     reencoders,
 )
-from hybridflow.trainers.environments import judge_of
+from hybridflow.trainers.environments import judge_of, what_is_right
 from hybridflow.trainers.loop import start
 
 
@@ -68,7 +68,8 @@ class Evaluator:
         """Generate and judge, set after set. say: takes lines on what is going on."""
         sets = heldout_sets(self.config, self.inputs)
         judge = judge_of(self.config, self._caller)
-        for line in [*self.inputs.rendering(), *self.inputs.notes(), *self._engine.generator.notes()]:
+        notes = [*self.inputs.notes(), what_is_right(self.config), *self._engine.generator.notes()]
+        for line in [*self.inputs.rendering(), *notes]:
             say(line)
         with self.watchdog.phase("evaluate"), self._caller.evaluating():
             found = self._engine.heldout_responses(sets, lambda heldout: say(_announced(heldout)))

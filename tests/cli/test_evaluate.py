@@ -234,6 +234,7 @@ def test_a_model_is_evaluated_on_two_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "sums: generating 5 prompts x 4 responses, at temperature 1" in done.stdout
+    assert "right is a score of " in done.stdout and " of at least metrics.eval_threshold = 1" in done.stdout
     assert "train: pass@1 0.0%  pass@2 0.0%  pass@4 0.0%" in done.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {name: (own["prompts"], own["samples"]) for name, own in results["sets"].items()} == {

@@ -138,12 +138,15 @@ def test_what_transformers_would_make_up_or_leave_out_is_an_error(
     assert not out.exists()
 
 
-def test_a_gguf_file_in_the_place_of_a_model_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["m.gguf", "M.GGUF"])
+def test_a_gguf_file_in_the_place_of_a_model_says_what_to_do(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The file itself, and a directory with nothing else."""
     (tmp_path / "of").mkdir()
-    file = tmp_path / "of" / "m.gguf"
+    file = tmp_path / "of" / name
     file.write_bytes(b"GGUF")
-    advice = f"m.gguf is a GGUF file: run `hybridflow convert gguf-to-hf {file} DIR`, then name DIR"
+    advice = f"{name} is a GGUF file: run `hybridflow convert gguf-to-hf {file} DIR`, then name DIR"
     for given in (file, file.parent):
         with pytest.raises(CheckpointError) as raised:
             read_spec(given)
