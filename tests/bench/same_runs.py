@@ -1,10 +1,11 @@
 """Whether nothing has changed for a run: two checkouts of hybridflow side by side, on one machine. No number is kept.
 
     git worktree add /tmp/before COMMIT
-    python -m tests.bench.same_runs /tmp/before [--only NAME ...] [--whole] [--work DIR]
+    python -m tests.bench.same_runs /tmp/before [--only NAME ...] [--whole | --resumed] [--work DIR]
 
 A case is a config of configs/quickstart*.yaml, or a name of MORE. Both checkouts run it for three iterations, or with
---whole to its end. Both use this environment. Each checkout makes its own models and rows in data/ if they are missing.
+--whole to its end. With --resumed the other checkout runs two, and both go on with its checkpoint. Both use this
+environment. Each checkout makes its own models and rows in data/ if they are missing.
 Every metric, every tensor of a batch and every trained weight must be the same, bit for bit. Costs do not count, and
 neither do the engine's log-probs of conversations: when an environment answers decides on their last digits.
 Exit status 1: a case differs, or a run has failed. Then DIR keeps the runs, in before/NAME and now/NAME.
@@ -64,7 +65,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(cases(whole=False)), help="these cases alone")
-    parser.add_argument("--whole", action="store_true", help="all iterations of each config")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--whole", action="store_true", help="all iterations of each config")
+    how.add_argument("--resumed", action="store_true", help="the last iteration alone, from a checkpoint of the other")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where the runs go")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="same_runs_")) if options.work is None else options.work.resolve()
@@ -72,7 +75,8 @@ def main() -> int:
     different = 0
     for name, case in cases(options.whole).items():
         if not options.only or name in options.only or (name == TEACHER and TAUGHT in options.only):
-            line = compared(case, checkouts, work, WHOLE_SECONDS if options.whole else SECONDS)
+            seconds = WHOLE_SECONDS if options.whole else SECONDS
+            line = compared(case, checkouts, work, seconds, resumed=options.resumed)
             different += not line.startswith("the same: ")
             print(f"{name}: {line}", flush=True)
     if not different and options.work is None:
@@ -94,14 +98,19 @@ def cases(whole: bool) -> dict[str, Case]:
     return found
 
 
-def compared(case: Case, checkouts: Mapping[str, Path], work: Path, seconds: float) -> str:
-    """What there is to say of a case."""
+def compared(case: Case, checkouts: Mapping[str, Path], work: Path, seconds: float, *, resumed: bool = False) -> str:
+    """What there is to say of a case. resumed: both go on with a checkpoint of the first."""
     found: dict[str, Contents] = {}
+    saved = work / "saved"
     taken, failures = dict[str, float](), list[str]()
     for name, checkout in checkouts.items():
         try:
             make_models(case, checkout)
-            taken[name] = run(case, checkout, work / name, seconds)
+            if resumed:
+                if name == "before":
+                    run(case, checkout, saved, seconds, "num_iterations=2")
+                shutil.copytree(saved / case.name, work / name / case.name)
+            taken[name] = run(case, checkout, work / name, seconds, *([] if resumed else ["checkpoint.load=none"]))
             found[name] = contents(work / name / case.name)
         except RunFailed as error:
             failures.append(f"{name}: {error}")
@@ -120,12 +129,12 @@ def make_models(case: Case, checkout: Path) -> None:
         call(["-m", "tools.make_tiny", f"data/{name}", *MODELS[name], "--if-missing"], checkout, WHOLE_SECONDS)
 
 
-def run(case: Case, checkout: Path, out: Path, seconds: float) -> float:
+def run(case: Case, checkout: Path, out: Path, seconds: float, *overrides: str) -> float:
     """Its seconds. Errors: RunFailed."""
     ranks = str(smallest_world_size(load_config(HERE / case.config, case.overrides)))
     teacher = [f"reference.model={out / TEACHER / 'hf'}"] if case.name == TAUGHT else []
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "hybridflow.train"]
-    own = [f"name={case.name}", f"output_dir={out}", *teacher, "checkpoint.load=none"]
+    own = [f"name={case.name}", f"output_dir={out}", *teacher, *overrides]
     own += ["metrics.dump_batches=true", "metrics.tensorboard=false"]
     begin = time.perf_counter()
     call([*launch, case.config, *case.overrides, *own], checkout, seconds)
