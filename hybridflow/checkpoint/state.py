@@ -24,6 +24,7 @@ from hybridflow.errors import CheckpointError
 
 Tensors = Mapping[str, Tensor]
 SUFFIX = ".safetensors"
+NEEDED = {"surplus": ("prompts",), "next_rollout": ("prompts", "numbers", "report")}  # beside those of a rollout
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def load_state(step: Path) -> SavedRun:
 
 def _tensors(file: Path) -> Tensors:
     try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
+        tensors = load_file(file)
+        for name in NEEDED.get(file.name.removesuffix(SUFFIX), ()):
+            tensors[name]
+        return tensors
+    except (SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{file}: is damaged: {error}") from error

@@ -2,7 +2,7 @@
 
     source.begin(iteration, num_iterations)
     drawn = source.draw(position)                       # again where the flow asks for further prompts
-    numbers, prompts, rollouts = source.responses([SAMPLED], deferred)
+    numbers, prompts, rollouts = source.responses([SAMPLED], drawn.numbers, drawn.batch, deferred)
     done = book.finished(...)                           # which reads source.costs() and source.metrics(...)
 
 Sources: `synchronous` (models and engine take turns), `one_step_off` (engines on ranks of their own), `partial` (rows
@@ -45,13 +45,14 @@ SAMPLED = Sampled()
 Kinds = Sequence[Sampled | Greedy]
 DeferredRows = Callable[[PromptBatch], Sequence[int]]
 Moment = Literal["after", "stopped", "failed"]
+Numbers = tuple[int, ...]
 NO_IDS = torch.zeros(0, dtype=torch.int64)
 
 
 class Delivered(NamedTuple):
     """Rollouts, one of each kind, of prompts, with the prompts' numbers in the data set."""
 
-    numbers: tuple[int, ...]
+    numbers: Numbers
     prompts: PromptBatch
     rollouts: tuple[RolloutBatch, ...]
 
@@ -94,9 +95,10 @@ class Source(Protocol):
         Returns (n,) int64 numbers of records of the engine's experts that the source still needs.
         """
 
-    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
-        """One rollout of each kind, with one reshard of the weights. A source may deliver other prompts than it drew.
+    def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
+        """One rollout of each kind, with one reshard of the weights. A source may deliver other prompts than these.
 
+        numbers: of the prompts in the data set.
         deferred: rows of a sampled rollout of such prompts for which the actor is not asked for log-probs.
         Errors: FlowError or DataError where the source has no such rollouts.
         """

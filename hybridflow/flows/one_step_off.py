@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import CheckpointError, FlowError
+from hybridflow.errors import FlowError
 from hybridflow.flows.draws import PromptDraw, PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
@@ -31,6 +31,7 @@ from hybridflow.flows.generation import (
     GenerationCosts,
     Kinds,
     Moment,
+    Numbers,
     begin_scoring,
     costs_of,
     forget_measures,
@@ -80,7 +81,7 @@ class OneStepOff:
     """See `Source`: of the ranks that train. Engines take part in what is collective.
 
     everyone: the exchange of all ranks. stop: takes the wish of an engine's rank that the run end. kept: the rollout
-    that a checkpoint has. usable: whether this start may go on with it. goes_on: there is a checkpoint.
+    that a checkpoint has. goes_on: there is a checkpoint.
     """
 
     models_in_place = True
@@ -98,7 +99,6 @@ class OneStepOff:
         stop: Callable[[], None],
         hooks: RunHooks,
         kept: Tensors | None,
-        usable: bool,
         goes_on: bool,
     ) -> None:
         self.scoring, self._generator, self._actor, self._sampling = scoring, generator, actor, config.sampling
@@ -107,8 +107,7 @@ class OneStepOff:
         self._iteration = self._last = self._num_generated = 0
         self._has_delivered = False  # since the last draw
         self._engine_version: int | None = None
-        self._dropped = kept is not None and not usable
-        self._kept, self._goes_on = kept if usable else None, goes_on
+        self._kept, self._goes_on = kept, goes_on
         self._current: PlannedRollout | None = None
         self._next: PlannedRollout | None = None
         self._used: list[PlannedRollout] = []  # in this iteration
@@ -117,8 +116,6 @@ class OneStepOff:
         """See `Source`. Engines begin, too."""
         self._orders.give("begin")
         lines = self._generator.notes()
-        if self._dropped:
-            lines.append("the next rollout of the checkpoint is dropped, and its prompts are drawn again")
         if self._goes_on and self._kept is None:
             lines.append(
                 "rollout.max_staleness: the checkpoint has no next rollout. The first rollout of this start is of the "
@@ -154,7 +151,7 @@ class OneStepOff:
         self._iteration, self._last, self._used, self._num_generated = iteration, num_iterations, [], 0
         return NO_IDS if self._next is None or self._next.rollout is None else self._next.rollout.record_ids
 
-    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+    def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
         """The rollout of the prompts; engines begin the next one. Errors: FlowError."""
         if list(kinds) != [SAMPLED] or self._has_delivered:
             raise FlowError(f"{EARLIER} one sampled rollout of its prompts, and nothing else")
@@ -230,10 +227,7 @@ class OneStepOff:
     def _restored(self, position: int, kept: Tensors) -> PlannedRollout:
         """What a checkpoint has. The prompts are drawn again, and with them the rows that are passed over."""
         tensors = dict(kept)
-        try:
-            prompts, numbers, report = (tensors.pop(name) for name in (PROMPTS, NUMBERS, REPORT))
-        except KeyError as error:
-            raise CheckpointError(f"{NEXT}.safetensors of the checkpoint: is damaged: {error}") from error
+        prompts, numbers, report = (tensors.pop(name) for name in (PROMPTS, NUMBERS, REPORT))
         iteration, drawn, version = numbers.tolist()
         draw, named = self._drawn(position), tuple(prompts.tolist())
         if draw.numbers != named or draw.position != drawn:  # an environment now begins other rows

@@ -26,6 +26,7 @@ from hybridflow.flows.generation import (
     GenerationCosts,
     Kinds,
     Moment,
+    Numbers,
     begin_scoring,
     costs_of,
     forget_measures,
@@ -50,7 +51,7 @@ ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole
 class Partial:
     """See `Source`. Draws as many prompts as bring the groups under way to `oversample` times the iteration's.
 
-    kept: tensors of a checkpoint; None: no group is under way. usable: whether this start may go on with them.
+    kept: tensors of a checkpoint; None: no group is under way.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class Partial:
         *,
         draws: PromptDraws,
         kept: Tensors | None,
-        usable: bool,
         watch: Stopwatch,
     ) -> None:
         assert config.rollout.partial is not None, "partial rollouts"
@@ -70,8 +70,7 @@ class Partial:
         self._data, self._config, self._watch = draws, config, watch
         self._wanted = config.data.prompts_per_iteration
         self._most = ceil(config.rollout.partial.oversample * self._wanted)
-        self._under_way, self._dropped = UnderWay(), kept is not None and not usable
-        kept = kept if usable else None
+        self._under_way = UnderWay()
         if kept is not None:
             replicas = len(self._generator.layout.replicas)
             self._under_way = UnderWay.of_tensors(kept, num_replicas=replicas, recorder=self._generator.recorder)
@@ -111,7 +110,7 @@ class Partial:
         self._iteration, self._before, self._num_generated = iteration, self._kept_now(), 0
         return NO_IDS
 
-    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+    def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
         """The groups that are whole first, with their prompts. Errors: FlowError."""
         if list(kinds) != [SAMPLED] or self._has_generated:
             raise FlowError(f"{ONE_ROLLOUT} one sampled rollout after each draw, and nothing else")
@@ -178,8 +177,6 @@ class Partial:
     def begin_run(self) -> list[str]:
         """See `Source`. Some lines are of a start that goes on with rows under way."""
         now, lines = self._generator.kv_cache.whole, self._generator.notes()
-        if self._dropped:
-            lines.append("responses under way in the checkpoint are dropped, with their prompts")
         begun_again = sum(row.state == RUNNING for group in self._under_way.groups for row in group.rows)
         if begun_again and self._config.data.environment is not None:
             lines.append(

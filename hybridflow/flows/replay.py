@@ -31,6 +31,7 @@ from hybridflow.flows.generation import (
     Greedy,
     Kinds,
     Moment,
+    Numbers,
     begin_scoring,
 )
 from hybridflow.flows.overlapped_scoring import OverlappedScoring
@@ -38,6 +39,7 @@ from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
 from hybridflow.models.routing import RoutingSizes, as_record, bits
 from hybridflow.recording.iteration import Metrics
+from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
@@ -223,10 +225,11 @@ class Replayed:
         sampling: SamplingConfig,
         *,
         draws: PromptDraws,
+        watch: Stopwatch,
     ) -> None:
+        self._watch = watch
         self._replay, self.scoring, self._actor, self._sampling, self._data = replay, scoring, actor, sampling, draws
         self._iteration = self._num_generated = 0
-        self._draw: PromptDraw | None = None
         self._has_delivered = False  # since the last draw
 
     def begin_run(self) -> list[str]:
@@ -238,8 +241,8 @@ class Replayed:
 
     def draw(self, position: int) -> PromptDraw:
         """See `Source`."""
-        self._draw, self._has_delivered = self._data.draw(position), False
-        return self._draw
+        self._has_delivered = False
+        return self._data.draw(position)
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
         """See `Source`."""
@@ -250,19 +253,20 @@ class Replayed:
         self._iteration, self._num_generated = iteration, 0
         return NO_IDS
 
-    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+    def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
         """The rollout of the file. Errors: as `Replay.read`, and DataError for other kinds, which no file has."""
-        draw, file = self._draw, self._replay.files[self._iteration]
-        assert draw is not None, "the prompts of an iteration are drawn when it begins"
+        file = self._replay.files[self._iteration]
         if any(isinstance(kind, Greedy) for kind in kinds):
             raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
         if self._has_delivered or len(kinds) > 1:
             raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
-        rollout, self._has_delivered = self._replay.rollout(draw.batch, self._sampling.samples, self._iteration), True
+        with self._watch.phase("generate"):
+            rollout = self._replay.rollout(prompts, self._sampling.samples, self._iteration)
+        self._has_delivered = True
         self._num_generated = rollout.num_response_tokens
-        begin_scoring(self.scoring, self._actor, self._sampling, draw.batch, deferred=deferred)
+        begin_scoring(self.scoring, self._actor, self._sampling, prompts, deferred=deferred)
         self.scoring.assign_rest(rollout)
-        return Delivered(draw.numbers, draw.batch, (rollout,))
+        return Delivered(numbers, prompts, (rollout,))
 
     def evaluate(
         self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool

@@ -121,7 +121,9 @@ class Run(IterationData):
         """Responses to the iteration's prompts; of several kinds with one reshard of the weights."""
         source = self._there("generate", self._source)
         self._book.enter("rollout", self.iteration)
-        self.prompt_rows, self.prompts, rollouts = source.responses((how, *more), self._deferred_rows)
+        self.prompt_rows, self.prompts, rollouts = source.responses(
+            (how, *more), self.prompt_rows, self.prompts, self._deferred_rows
+        )
         self._book.enter("estimate", self.iteration)
         self._book.stop_if_requested(self.iteration)
         self.rollout = rollouts[0]

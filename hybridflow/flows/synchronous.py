@@ -26,6 +26,7 @@ from hybridflow.flows.generation import (
     Greedy,
     Kinds,
     Moment,
+    Numbers,
     Sampled,
     begin_scoring,
     costs_of,
@@ -105,8 +106,7 @@ class Synchronous:
     ) -> None:
         self.engine, self.scoring, self._actor, self._sampling = engine, scoring, actor, sampling
         self._data, self._watch, self._hooks = draws, watch, hooks
-        self._iteration = self._num_sampled = self._num_generated = 0
-        self._draw: PromptDraw | None = None
+        self._iteration = self._first_prompt = self._num_sampled = self._num_generated = 0
 
     @property
     def models_in_place(self) -> bool:
@@ -119,8 +119,9 @@ class Synchronous:
 
     def draw(self, position: int) -> PromptDraw:
         """See `Source`. Seeds of sampling go by the prompts' places in the run."""
-        self._draw, self._num_sampled = self._data.draw(position), 0
-        return self._draw
+        drawn, self._num_sampled = self._data.draw(position), 0
+        self._first_prompt = drawn.first
+        return drawn
 
     def at(self, numbers: Sequence[int]) -> PromptBatch:
         """See `Source`."""
@@ -132,17 +133,15 @@ class Synchronous:
         forget_measures(self.engine.generator)
         return NO_IDS
 
-    def responses(self, kinds: Kinds, deferred: DeferredRows) -> Delivered:
+    def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
         """See `Source`."""
-        draw = self._draw
-        assert draw is not None, "the prompts of an iteration are drawn when it begins"
         if list(kinds) == [SAMPLED] and not self._num_sampled:
-            rollouts: tuple[RolloutBatch, ...] = (self._sampled_alone(draw.batch, deferred),)
+            rollouts: tuple[RolloutBatch, ...] = (self._sampled_alone(prompts, deferred),)
         else:
             self.scoring.disable()
             with self.engine.awake(), self._watch.phase("generate"):
-                rollouts = tuple(self._rollout(kind) for kind in kinds)
-        return Delivered(draw.numbers, draw.batch, rollouts)
+                rollouts = tuple(self._rollout(kind, prompts) for kind in kinds)
+        return Delivered(numbers, prompts, rollouts)
 
     def evaluate(
         self, iteration: int, sets: Callable[[], Sequence[HeldoutSet]], *, whole: bool
@@ -177,23 +176,24 @@ class Synchronous:
         begin_scoring(self.scoring, self._actor, self._sampling, prompts, deferred=deferred, generates=generates)
         if rollout is None:
             with self.engine.awake(), self._watch.phase("generate"):
-                rollout = self._rollout(SAMPLED, self.scoring)
+                rollout = self._rollout(SAMPLED, prompts, self.scoring)
             self._hooks.save_rollout(self._iteration, rollout.tensors())
         self._num_sampled = 1  # also where an earlier start has sampled them
         self.scoring.assign_rest(rollout)
         return rollout
 
-    def _rollout(self, how: Sampled | Greedy, listener: OverlappedScoring | None = None) -> RolloutBatch:
-        assert self._draw is not None, "drawn above"
+    def _rollout(
+        self, how: Sampled | Greedy, prompts: PromptBatch, listener: OverlappedScoring | None = None
+    ) -> RolloutBatch:
         greedy, generator = isinstance(how, Greedy), self.engine.generator
         generation = 0 if greedy else self._num_sampled
         self._num_sampled += not greedy
         rollout = generator.generate(
-            self._draw.batch,
+            prompts,
             temperature=0.0 if greedy else None,
             samples_per_prompt=always(1) if greedy else self._sampling.samples,
             iteration=self._iteration,
-            first_prompt=self._draw.first,
+            first_prompt=self._first_prompt,
             generation=generation,
             listener=listener,
         )

@@ -61,13 +61,11 @@ class FixedDataTrainer(Trainer):
     watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
     """
 
-    config: FixedDataConfig
-    placed: PlacedFixed
-
     def __init__(self, config: FixedDataConfig, watchdog: Watchdog | None = None) -> None:
         choose_platform(config.platform)  # before anything asks
         _, world_size = torchrun.torchrun_rank()
-        self.config, self.placed = config, place_fixed(config, world_size)
+        self.config: FixedDataConfig = config
+        self.placed: PlacedFixed = place_fixed(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.platform, self.watchdog = start(config, watchdog)
         with self.watchdog.phase("start"):

@@ -42,9 +42,9 @@ def source_of(
     hooks: RunHooks,
 ) -> Source:
     """A checkpoint has what a source kept. Only a start that generates as the one before goes on with that."""
-    kept, usable = {} if manager.state is None else manager.state.kept, manager.may_load_rollout
+    kept = manager.state.kept if manager.state is not None and manager.may_load_rollout else {}
     if isinstance(generator, Replay):
-        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws)
+        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws, watch=watch)
     if apart is not None:
         return OneStepOff(
             generator,
@@ -57,23 +57,30 @@ def source_of(
             stop=lambda: stop.ask("a signal to a rank of the engine"),
             hooks=hooks,
             kept=kept.get(NEXT),
-            usable=usable,
             goes_on=manager.state is not None,
         )
     engine = SharedEngine(generator, roles, platform)
     if config.rollout.partial is not None:
         under_way = kept.get(UNDER_WAY)
-        return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, usable=usable, watch=watch)
+        return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, watch=watch)
     return Synchronous(engine, scoring, roles.actor, config.sampling, draws=draws, watch=watch, hooks=hooks)
 
 
+DROPPED = {
+    NEXT: "the next rollout of the checkpoint is dropped, and its prompts are drawn again",
+    UNDER_WAY: "responses under way in the checkpoint are dropped, with their prompts",
+}
+
+
 def state_of_flows(manager: CheckpointManager, records: RoutingRecords | None) -> RunState | None:
-    """The state of the checkpoint, without what sources kept; None where there is none.
+    """The state of the checkpoint, without what sources kept; None where there is none. Notes say what is dropped.
 
     A fork may have other prompts, and a surplus has numbers of the old prompts: it is dropped.
     """
     if manager.state is None:
         return None
+    if not manager.may_load_rollout:
+        manager.notes += [line for name, line in DROPPED.items() if name in manager.state.kept]
     state = manager.state.keeping(NEXT, None).keeping(UNDER_WAY, None)
     return with_records(state.keeping(SURPLUS, None) if manager.is_fork else state, records)
 

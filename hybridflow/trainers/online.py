@@ -44,7 +44,6 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.recording.traces import stage_traces
 from hybridflow.roles.base import RunContext, TrainedRole
-from hybridflow.roles.generator import Generator
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers import loop
@@ -70,11 +69,6 @@ class OnlineTrainer(loop.Trainer):
     replay: a run directory whose dumped batches take the engine's place, or one of them.
     rollout_only: generate and score, and train nothing.
     """
-
-    config: ExperimentConfig
-    placed: PlacedRun
-    book: OnlineBookkeeping
-    generator: Generator  # not of a replay
 
     def __init__(
         self,
@@ -102,7 +96,8 @@ class OnlineTrainer(loop.Trainer):
         self.trains, self.writes_model = not rollout_only, replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = torchrun.torchrun_rank()
-        self.config, self.placed = config, place(config, world_size)
+        self.config: ExperimentConfig = config
+        self.placed: PlacedRun = place(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self._flow = flow_of(config.algorithm)
         self.platform, self.watchdog = loop.start(config, watchdog)
@@ -225,7 +220,7 @@ class OnlineTrainer(loop.Trainer):
             hooks=self.hooks,
         )
         self.checkpoint_manager.completed = partial(self.source.state, moment="after")
-        self.book = OnlineBookkeeping(
+        self.book: OnlineBookkeeping = OnlineBookkeeping(
             config,
             self.roles,
             self.inputs.train,
