@@ -79,7 +79,7 @@ class CheckpointManager:
         self._may_lack = True  # whether no message has said that the metric of stop_when is missing
         self._may_lack_best = config.checkpoint.keep_best > 0  # the same for the metric of keep_best
         self.notes: list[str] = []
-        self.may_load_rollout = self.is_fork = False  # whether this start generates what the one before did
+        self.is_fork = self.may_load_rollout = False  # the second: whether this start generates what the one before did
         self.completed: Callable[[RunState], RunState] = lambda state: state  # with what a save has beside; collective
         self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
         raise_together(lambda: self._take_lock(restarts), group)
