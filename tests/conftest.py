@@ -8,6 +8,7 @@ run that names its tests, by path, `-k` or `-m`, takes them from `all`.
 
 import functools
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         launch.MARKED.reset(token)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What a module's fixture writes goes with the fixture, unless a test failed meanwhile: else the gate's runs and
+    checkpoints need 30 GB of disk at its end. pytest's own setting looks after `tmp_path` alone."""
+    if fixturedef.scope != "module" or "tmp_path_factory" not in fixturedef.argnames:
+        return (yield)
+    base = request.getfixturevalue("tmp_path_factory").getbasetemp()
+    before, failed = set(base.iterdir()), request.session.testsfailed
+
+    def remove() -> None:
+        if request.session.testsfailed == failed:
+            for made in written:
+                shutil.rmtree(made, ignore_errors=True)
+
+    fixturedef.addfinalizer(remove)
+    written: set[Path] = set()
+    try:
+        return (yield)
+    finally:
+        written.update(set(base.iterdir()) - before)
 
 
 @pytest.fixture(scope="module")
