@@ -13,8 +13,8 @@ from hybridflow.flows.ppo import estimates
 from hybridflow.recording.marked_turns import ANOTHER, marked
 from hybridflow.recording.samples import _turns
 from hybridflow.recording.turns import turn_metrics
-from hybridflow.rollout.engine import Response
 from hybridflow.rollout.generation import responses_to
+from hybridflow.rollout.row import BEGINS, CUT, ENDED, Row
 from tests.rollout.test_generation import prompts
 
 CPU = torch.device("cpu")
@@ -27,16 +27,16 @@ def whole() -> RolloutBatch:
     2 3 4 5: p p s s | . s s | . . . s      11 ...: p p s      14 ...: p p s | . . s
     """
     responses = [
-        Response([11, 12, 20, 21, 22, 30, 31, 32, 33], [-1.0] * 9, False, None, said("110110001"), (1.0,), (2, 5)),
-        Response([41], [-1.0], False, None, said("1"), (0.0,)),
-        Response([51, 60, 61, 62], [-1.0] * 4, True, None, said("1001"), (2.0,), (1,)),
+        Row([11, 12, 20, 21, 22, 30, 31, 32, 33], [-1.0] * 9, flags("110110001", 2, 5), state=ENDED, rewards=(1.0,)),
+        Row([41], [-1.0], flags("1"), state=ENDED, rewards=(0.0,)),
+        Row([51, 60, 61, 62], [-1.0] * 4, flags("1001", 1), state=CUT, rewards=(2.0,)),
     ]
     batch = responses_to(prompts([2, 2]), [0, 1], torch.tensor([2, 1]), responses)
     return replace(batch, environment_rewards=torch.tensor([[1.0], [0.0], [2.0]]))
 
 
-def said(marks: str) -> list[bool]:
-    return [mark == "1" for mark in marks]
+def flags(marks: str, *starts: int) -> bytearray:
+    return bytearray(int(mark) + BEGINS * (place in starts) for place, mark in enumerate(marks))
 
 
 def test_a_batch_knows_the_sequences_of_its_rows() -> None:

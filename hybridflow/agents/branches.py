@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from hybridflow.agents.chat_requests import Asked, AskedTokens
 from hybridflow.agents.chat_server import ChatRequest
 from hybridflow.errors import OtherConversation
-from hybridflow.rollout.rows import RowRecord, RowSequence
+from hybridflow.rollout.rows import Branch, OpenRow
 
-NewTokens = Callable[[RowSequence, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
+NewTokens = Callable[[Branch, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
 OTHERWISE = "; data.environment.earlier_turns: branch begins another sequence of the row then"
 
 NO_ROOM = (
@@ -38,7 +38,7 @@ class Session:
     refused since no turn or token is left.
     """
 
-    record: RowRecord
+    record: OpenRow
     name: str
     has_prompt: bool
     requests: list[SequenceRequest] = field(default_factory=lambda: [SequenceRequest()])
@@ -83,7 +83,7 @@ def asked_again(
 
 
 def place_of(
-    sequences: Sequence[RowSequence], asked: Asked | AskedTokens, new_tokens: NewTokens, *, several: bool
+    sequences: Sequence[Branch], asked: Asked | AskedTokens, new_tokens: NewTokens, *, several: bool
 ) -> tuple[int, list[int]]:
     """The sequence that a request goes on with, the longest that does, and the tokens that are new there.
 
@@ -106,4 +106,4 @@ def place_of(
             return number, new_tokens(sequences[number], asked)
         except OtherConversation:
             continue
-    return len(sequences), new_tokens(RowSequence(), asked)
+    return len(sequences), new_tokens(Branch(), asked)

@@ -1,6 +1,6 @@
 """The rows of a rollout whose agents speak to a URL: each request of an agent is one turn of the model.
 
-    sessions = Agents(pool, continues, ...).conversations(prompts, counts, limits, seed)
+    sessions = Agents(pool, continues, ...).answers(rows)
 
 See `rollout.turns.Answers`, and `door` for the URL. Nothing that was sampled is encoded again: a request whose messages
 continue the row's conversation adds the tokens of what is new. The row ends with what the agent returns.
@@ -15,16 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import Tensor
-
 from hybridflow.agents.branches import NO_ROOM, NewTokens, SequenceRequest, Session, asked_again, place_of
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.chat_server import ChatRequest, ChatServer, Gone, Refusal
 from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.reading import TurnReading
 from hybridflow.agents.transcript import in_openai_form, new_tokens, tokens_behind, turn_message
-from hybridflow.batch import PromptBatch
-from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import TOOLS
 from hybridflow.data.messages import Message, check_token_ids
@@ -34,10 +30,10 @@ from hybridflow.environments.pool import AgentPool
 from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeLimits
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.engine import Response
-from hybridflow.rollout.rows import ReplicaRows, RowRecord, RowSequence, TurnEvent
+from hybridflow.rollout.row import Row
+from hybridflow.rollout.rows import Branch, OpenRow, ReplicaRows, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Episode, TurnCounts, episodes_of_rows
+from hybridflow.rollout.turns import Episode, TurnCounts
 
 LEFT = "a client that left"  # among what the user knows
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
@@ -80,16 +76,14 @@ class Agents:
         """Opened with the first rollout of a rank that leads an engine replica."""
         return ChatServer(self.pool.config.listen, token=self.token, max_model_len=self.max_model_len)
 
-    def conversations(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> "Sessions":
-        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. Errors: RewardError."""
-        return Sessions(self, episodes_of_rows(prompts, counts, limits, seed))
+    def answers(self, rows: ReplicaRows) -> "Sessions":
+        """Of the rows of a rollout, or of all partial ones. Errors: RewardError."""
+        return Sessions(self, rows)
 
     def new_tokens(self, columns: Mapping[str, Any]) -> NewTokens:
         """Of the requests of a row with these columns."""
 
-        def of_request(sequence: RowSequence, asked: Asked | AskedTokens) -> list[int]:
+        def of_request(sequence: Branch, asked: Asked | AskedTokens) -> list[int]:
             if isinstance(asked, AskedTokens):
                 return tokens_behind(sequence, asked)
             return new_tokens(sequence, asked, columns, self.continues)
@@ -103,11 +97,11 @@ class Agents:
 
 
 class Sessions:
-    """Of this rank's rows of one rollout, or of all partial ones. episodes: of a rollout's rows."""
+    """Of this rank's rows of one rollout, or of all partial ones."""
 
-    def __init__(self, shared: Agents, episodes: Sequence[Episode]) -> None:
+    def __init__(self, shared: Agents, rows: ReplicaRows) -> None:
         self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
-        self._episodes, self._server = episodes, shared.server
+        self._rows, self._server = rows, shared.server
         self._by_number: dict[int, Session] = {}
         self._left: dict[str, Session] = {}  # by name, of rows that have not ended
         self._by_ticket: dict[int, Session] = {}  # of agents that run
@@ -119,11 +113,7 @@ class Sessions:
 
     # ---- as `rollout.turns.Answers`
 
-    def begin(self, rows: ReplicaRows) -> None:
-        self._rows = rows
-        self.admit(rows.records, [self._episodes[record.of_rollout] for record in rows.records])
-
-    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
+    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
         new = list(map(self._new, records, episodes))
         self._waiting.extend(new)
         self._by_number |= {session.record.number: session for session in new}
@@ -145,8 +135,8 @@ class Sessions:
     def abandon(self) -> None:
         self._pool.finish_all(session.record.worker for session in self._left.values())
 
-    def said(self, row: RowRecord, branch: int, turn: Response) -> None:
-        session, shared, sequence = self._by_number[row.number], self._shared, row.sequences[branch]
+    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
+        session, shared, sequence = self._by_number[row.number], self._shared, row.branches[branch]
         of_sequence, token_ids = session.requests[branch], turn.token_ids
         request, asked = of_sequence.request, of_sequence.asked
         assert request is not None and asked is not None, "a turn of the model answers a request"
@@ -178,7 +168,7 @@ class Sessions:
         self, session: Session, branch: int, asked: Asked, token_ids: Sequence[int]
     ) -> tuple[Message, Literal["length", "tool_calls", "stop"]]:
         """A turn of the model, and why it has ended."""
-        shared, transcript = self._shared, session.record.sequences[branch].transcript
+        shared, transcript = self._shared, session.record.branches[branch].transcript
         text = shared.decode(list(token_ids if transcript.ended is None else token_ids[:-1]))
         reads_calls = TOOLS in asked.fields and asked.calls_tools and not transcript.cut
         parsed = shared.reading.parsed(text, asked, session.record.columns) if reads_calls else Parsed(text, ())
@@ -213,10 +203,10 @@ class Sessions:
 
     # ---- agents
 
-    def _new(self, record: RowRecord, episode: Episode) -> Session:
+    def _new(self, record: OpenRow, episode: Episode) -> Session:
         prompt = {} if episode.messages is None else {self._shared.prompt_key: episode.messages}
         record.columns, record.limit = {**episode.columns, **prompt}, episode.limit
-        return Session(record, f"{record.of_rollout}-{secrets.token_hex(8)}", bool(record.sequences[0].prompt))
+        return Session(record, f"{record.of_rollout}-{secrets.token_hex(8)}", bool(record.branches[0].prompt))
 
     def _run_waiting(self) -> None:
         """Agents run when the engine has room for a turn, and the processes for an agent."""
@@ -242,8 +232,8 @@ class Sessions:
         elif not record.answered:
             self._fail(session, "the agent returned before the model had answered a request")
         else:
-            first, rewards = record.sequences[0], tuple(answer.value["reward"])
-            cut = session.spent or any(sequence.settled.cut for sequence in record.sequences)
+            first, rewards = record.branches[0], tuple(answer.value["reward"])
+            cut = session.spent or any(sequence.settled.cut for sequence in record.branches)
             # a model computes nothing for less than two tokens, and the row's own prompt stays where it was not used
             behind = (self._shared.continues.end,) if session.has_prompt and not first.used else ()
             event = TurnEvent(record.number, behind, ends=True, truncated=cut, rewards=rewards, drops=drops)
@@ -278,7 +268,7 @@ class Sessions:
                 self._refuse(request, "turns_used_up", used)
                 return
             new = shared.new_tokens(session.record.columns)
-            branch, ids = place_of(session.record.sequences, asked, new, several=shared.several)
+            branch, ids = place_of(session.record.branches, asked, new, several=shared.several)
             check_token_ids(ids, "the request", shared.continues.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
@@ -302,7 +292,7 @@ class Sessions:
         self, session: Session, request: ChatRequest, asked: Asked | AskedTokens, branch: int, ids: list[int]
     ) -> None:
         record, most = session.record, self._config.max_turn_tokens
-        sequence = record.sequences[branch] if branch < len(record.sequences) else RowSequence()
+        sequence = record.branches[branch] if branch < len(record.branches) else Branch()
         opening = sequence.opening or len(ids)
         too_long, left = session.room(opening, branch, self._shared.max_prompt_length, several=self._shared.several)
         left -= sequence.num_tokens + len(ids) - opening
@@ -316,7 +306,7 @@ class Sessions:
         self._rows.apply(TurnEvent(record.number, tuple(ids), min(limits), branch=branch))
         if branch == len(session.requests):
             session.requests.append(SequenceRequest())
-        of_sequence, sequence = session.requests[branch], record.sequences[branch]
+        of_sequence, sequence = session.requests[branch], record.branches[branch]
         of_sequence.asked, of_sequence.request, of_sequence.number = asked, request, session.number
         sequence.before = talk = sequence.transcript
         messages, fields = (asked.messages, asked.fields) if isinstance(asked, Asked) else (None, talk.fields)
@@ -370,7 +360,7 @@ class Sessions:
     def _fail(self, session: Session, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
         event = self._failures.event(session.record, problem, drops=bool(session.open_requests))
-        first = session.record.sequences[0]
+        first = session.record.branches[0]
         if not first.used:  # a model computes nothing for less than two tokens
             event = replace(event, token_ids=(self._shared.continues.end,) * (1 if first.num_settled else 2))
         self._end(session, event)

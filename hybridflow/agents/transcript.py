@@ -9,11 +9,11 @@ from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.messages import Message
 from hybridflow.errors import OtherConversation
-from hybridflow.rollout.rows import RowSequence
+from hybridflow.rollout.rows import Branch
 from hybridflow.rollout.tool_calls import Parsed
 
 
-def tokens_behind(sequence: RowSequence, asked: AskedTokens) -> list[int]:
+def tokens_behind(sequence: Branch, asked: AskedTokens) -> list[int]:
     """Those of a request of token ids that the row does not have yet. Errors: OtherConversation."""
     known = sequence.all_tokens
     if asked.token_ids[: len(known)] != known:
@@ -24,7 +24,7 @@ def tokens_behind(sequence: RowSequence, asked: AskedTokens) -> list[int]:
     return asked.token_ids[len(known) :]
 
 
-def new_tokens(sequence: RowSequence, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
+def new_tokens(sequence: Branch, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
     """Those of a request behind the tokens that the row has; all of a first request that brings the prompt.
 
     columns: of the row. Errors: RowError where the template fails; OtherConversation.

@@ -1,6 +1,6 @@
 """The rows of a rollout in conversation with their environments: what each turn of the model is answered.
 
-    conversations = Environments(pool, continuations, parser, ...).conversations(prompts, counts, limits, seed)
+    answers = Environments(pool, continuations, parser, ...).answers(rows)
 
 See `rollout.turns.Answers`. A turn goes to the row's instance: tool calls, else `step`. What comes back is tokens
 behind the turn, or a reward. A row that has no token or turn left for an answer is asked once more, with
@@ -13,20 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from hybridflow.batch import PromptBatch
-from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.model_turn import ModelTurn
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeLimits
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.engine import Response
-from hybridflow.rollout.rows import Message, ReplicaRows, RowRecord, RowSequence, Transcript, TurnEvent
+from hybridflow.rollout.row import Row
+from hybridflow.rollout.rows import Branch, Message, OpenRow, ReplicaRows, Transcript, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Episode, TurnCounts, episodes_of_rows
+from hybridflow.rollout.turns import Episode, TurnCounts
 
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
 
@@ -62,7 +58,7 @@ class Conversation:
     last: the call that is under way ends the row. problem: why the row fails once the model has ended a turn.
     """
 
-    record: RowRecord
+    record: OpenRow
     episode: Episode
     start: int = -1
     tickets: set[int] = field(default_factory=set)
@@ -73,11 +69,11 @@ class Conversation:
 
     @property
     def branch(self) -> int:
-        return len(self.record.sequences) - 1
+        return len(self.record.branches) - 1
 
     @property
-    def sequence(self) -> RowSequence:
-        return self.record.sequences[-1]
+    def sequence(self) -> Branch:
+        return self.record.branches[-1]
 
     @property
     def messages(self) -> list[Message]:
@@ -86,7 +82,7 @@ class Conversation:
     @property
     def used(self) -> int:
         """Tokens of the sequence that the row's prompt does not have."""
-        return self.sequence.num_tokens - len(self.record.sequences[0].prompt)
+        return self.sequence.num_tokens - len(self.record.branches[0].prompt)
 
 
 @dataclass(frozen=True)
@@ -111,19 +107,16 @@ class Environments:
         """Whether a row may have several sequences."""
         return self.pool.config.several
 
-    def conversations(
-        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-    ) -> "Conversations":
-        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. seed: of the generation."""
-        return Conversations(self, episodes_of_rows(prompts, counts, limits, seed))
+    def answers(self, rows: ReplicaRows) -> "Conversations":
+        """Of the rows of a rollout, or of all partial ones."""
+        return Conversations(self, rows)
 
 
 class Conversations:
-    """Of this rank's rows of one rollout, or of all partial ones. episodes: of a rollout's rows."""
+    """Of this rank's rows of one rollout, or of all partial ones."""
 
-    def __init__(self, shared: Environments, episodes: Sequence[Episode]) -> None:
-        self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
-        self._episodes = episodes
+    def __init__(self, shared: Environments, rows: ReplicaRows) -> None:
+        self._shared, self._pool, self._config, self._rows = shared, shared.pool, shared.pool.config, rows
         self._waiting = deque[Conversation]()  # rows that have not begun
         self._under_way: dict[int, Conversation] = {}  # by number
         self._by_ticket: dict[int, Conversation] = {}  # of calls under way
@@ -131,11 +124,7 @@ class Conversations:
 
     # ---- as `rollout.turns.Answers`
 
-    def begin(self, rows: ReplicaRows) -> None:
-        self._rows = rows
-        self.admit(rows.records, [self._episodes[record.of_rollout] for record in rows.records])
-
-    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
+    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
         self._waiting.extend(map(self._new, records, episodes))
         self._begin_waiting()
 
@@ -152,7 +141,7 @@ class Conversations:
     def abandon(self) -> None:
         self._pool.finish_all(conversation.record.worker for conversation in self._under_way.values())
 
-    def said(self, row: RowRecord, branch: int, turn: Response) -> None:
+    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
         conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
         ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
         conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))
@@ -205,10 +194,10 @@ class Conversations:
         ]
         return replace(found, calls=tuple(calls))
 
-    def _new(self, record: RowRecord, episode: Episode) -> Conversation:
+    def _new(self, record: OpenRow, episode: Episode) -> Conversation:
         record.columns, record.limit = episode.columns, episode.limit
         assert episode.messages is not None, "the prompt of a row with an environment is a conversation"
-        record.sequences[0].transcript = Transcript(list(episode.messages))
+        record.branches[0].transcript = Transcript(list(episode.messages))
         return Conversation(record, episode)
 
     def _begin_waiting(self) -> None:
@@ -280,7 +269,7 @@ class Conversations:
         self._answered(conversation)
         messages = [*conversation.messages, *answers]
         self._rows.apply(TurnEvent(record.number, tuple(ids), self._turn_tokens(conversation, used), branch=branch))
-        record.sequences[branch].transcript = Transcript(messages)
+        record.branches[branch].transcript = Transcript(messages)
 
     def _readable(self, conversation: Conversation, answers: Sequence[Message]) -> list[Message]:
         """A result of a call that cannot be read is the user's, where no result may stand without a call."""
@@ -308,7 +297,7 @@ class Conversations:
             if not self._shared.several:
                 raise
             ids = continues.first_tokens([*conversation.messages, *answers], columns)
-            return conversation.branch + 1, ids, len(ids) - len(conversation.record.sequences[0].prompt)
+            return conversation.branch + 1, ids, len(ids) - len(conversation.record.branches[0].prompt)
         return conversation.branch, ids, conversation.used + len(ids)
 
     # ---- ends

@@ -7,7 +7,7 @@ prompts are drawn, and weights received, on all ranks together.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,9 +29,9 @@ from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.engine_report import EngineReport
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.generator import Generator
-from hybridflow.rollout.engine import Response
-from hybridflow.rollout.generation import AskedResponses, RowResponses
+from hybridflow.rollout.generation import RolloutRequest
 from hybridflow.rollout.routing_records import RoutingRecords
+from hybridflow.rollout.row import Row
 
 STEPS = 16  # of the engine between two looks whether the run ends
 GENERATE = "generate"
@@ -50,7 +50,7 @@ class _UntilTheEnd:
     leader: int
     steps: int = field(default=0)
 
-    def on_response(self, row: int, response: Response) -> None:
+    def on_response(self, row: int, response: Row) -> None:
         """See `RolloutListener`."""
 
     def on_engine_step(self) -> None:
@@ -64,7 +64,7 @@ class _UntilTheEnd:
         if ends:
             raise _RunEnds
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
         """See `RolloutListener`."""
 
     def on_failure(self) -> None:
@@ -133,8 +133,8 @@ class EngineRanks:
         self._draws, self._sets, self._look_at_inputs, self._records = draws, sets, look_at_inputs, records
         self._watchdog, self._watch = watchdog, watch
         self._draw: PromptDraw | None = None
-        self._asked: AskedResponses | None = None
-        self._own = RowResponses()
+        self._asked: RolloutRequest | None = None
+        self._own: Mapping[int, Row] = {}
         self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
 
     def serve(self) -> None:
@@ -175,7 +175,7 @@ class EngineRanks:
             with self._watchdog.phase("rollout"), self._watch.stage(GENERATE):
                 self._own = self._generator.responses(self._asked, until)
         except _RunEnds:
-            self._own = RowResponses()
+            self._own = {}
         self._idle_since = time.perf_counter()
 
     def _stop_waiting(self) -> None:
@@ -192,7 +192,7 @@ class EngineRanks:
                 self._generator.count_work(rollout, self._watch)
             counts = self._generator.turn_counts
             EngineReport.exchanged(self._apart.everyone, self._measured(), [] if counts is None else counts.values())
-        self._asked, self._own = None, RowResponses()
+        self._asked, self._own = None, {}
         self._forget_measures()
 
     def _measured(self) -> dict[str, float]:

@@ -47,7 +47,7 @@ from hybridflow.recording.engine_report import EngineReport, engine_metrics
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
-from hybridflow.rollout.generation import AskedResponses, RowResponses
+from hybridflow.rollout.generation import RolloutRequest
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 from hybridflow.rollout.turns import TurnCounts
 
@@ -63,7 +63,7 @@ class PlannedRollout:
     draw: PromptDraw
     iteration: int = 0  # of the seeds
     version: int = 0
-    asked: AskedResponses | None = None
+    asked: RolloutRequest | None = None
     rollout: RolloutBatch | None = None
     report: EngineReport | None = None
 
@@ -194,7 +194,7 @@ class OneStepOff:
             self._hooks.show(f"iteration {self._iteration}: waiting for the engines")
             self._orders.give("hand_over")
             begun = time.perf_counter()
-            rollout = self._generator.gathered(planned.asked, RowResponses())
+            rollout = self._generator.gathered(planned.asked, {})
             waited = {"time/trainers_wait_seconds": time.perf_counter() - begun}
             planned.rollout = replace(rollout, versions=versions_of(rollout, planned.version))
             planned.report = EngineReport.exchanged(self._everyone, waited, self._no_turns())

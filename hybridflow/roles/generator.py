@@ -29,28 +29,25 @@ from hybridflow.reshard.device_memory import reserve_address_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.roles.engine_replica import ReleasingListener, check_drawn
-from hybridflow.roles.environment_turns import EnvironmentRows, EnvironmentTurns
 from hybridflow.roles.policy import Actor
 from hybridflow.roles.warm_up import warm_up
 from hybridflow.rollout.adapters import engine_adapters
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import (
-    AskedResponses,
     RolloutListener,
     RolloutRequest,
-    RowResponses,
     check_rows,
     replica_responses,
     whole_rollout,
 )
 from hybridflow.rollout.known_failures import or_known
 from hybridflow.rollout.language_model import LanguageModel
-from hybridflow.rollout.partial import ReplicaWork, Segment, UnderWay
+from hybridflow.rollout.partial import Place, ReplicaWork, UnderWay, replica_rows
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
+from hybridflow.rollout.row import Row
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.segments import replica_segments, whole_segments, with_pieces
-from hybridflow.rollout.turns import LeaderBroadcast, TurnCounts
+from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnCounts, TurnTaking
 
 T = TypeVar("T")
 
@@ -60,8 +57,8 @@ class Generator:
 
     Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
-    why_eager: why the engine has no CUDA graphs where the config lets it have them. turns: how rows go on where an
-    environment answers them, which takes the world's `groups`. params: vLLM's sampling parameters of `sampled`.
+    why_eager: why the engine has no CUDA graphs where the config lets it have them. environments: who answers rows,
+    which takes the world's `groups`; None: nobody. params: vLLM's sampling parameters of `sampled`.
     costs: of the reshards since the list was emptied. own_bytes: the engine's weights outside the trainer's memory.
     """
 
@@ -100,7 +97,9 @@ class Generator:
         )
         groups = groups or ProcessGroups()
         self._replica = groups.own(self.layout.replicas) if len(self.layout.replicas[0]) > 1 else None
-        self.turns = None if environments is None else self._turns(environments)
+        own = self.layout.coordinates(platform.rank).replica if platform.rank in self.layout else 0
+        self._environments, self._agreement = environments, LeaderBroadcast(self._replica, self.layout.replicas[own][0])
+        self._open_rows: TurnTaking | None = None  # of partial rollouts, once there are any
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params, self._eos_token_ids = 0, {}, eos_token_ids
@@ -116,12 +115,6 @@ class Generator:
                 self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
                 self.engine.sleep()
         self.costs.clear()
-
-    def _turns(self, environments: EnvironmentRows) -> EnvironmentTurns:
-        replicas, rank = self.layout.replicas, self._platform.rank
-        leader = replicas[self.layout.coordinates(rank).replica][0] if rank in self.layout else rank
-        agreement = LeaderBroadcast(self._replica, leader)
-        return EnvironmentTurns(environments, agreement, leads=rank in self.layout and rank == leader)
 
     def _hooks_routers(self) -> bool:
         """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
@@ -231,7 +224,11 @@ class Generator:
     @property
     def turn_counts(self) -> TurnCounts | None:
         """Of this rank, where an environment answers."""
-        return None if self.turns is None else self.turns.environments.counts
+        return None if self._environments is None else self._environments.counts
+
+    @property
+    def _num_rewards(self) -> int:
+        return 0 if self._environments is None else self._environments.num_rewards
 
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
@@ -271,7 +268,7 @@ class Generator:
             first_prompt=first_prompt,
             generation=generation,
         )
-        own = self._or_known(lambda: self.responses(asked, releasing), listener=releasing) or RowResponses()
+        own = self._or_known(lambda: self.responses(asked, releasing), listener=releasing) or {}
         return self.gathered(asked, own)
 
     def generate_partly(
@@ -288,39 +285,54 @@ class Generator:
         The engine is awake, with the weights that iteration `iteration` begins with. prompts: of the groups, one each,
         by position in the run. Returns the tokens of rows that environments still answer, which are not added.
         """
-        config, count, stays = self._placed.config, len(self.layout.replicas), self.turns is not None
+        config, count, stays = self._placed.config, len(self.layout.replicas), self._environments is not None
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
         work = under_way.work(count, **limits, sampling=config.sampling, stays=stays)
-        own = self._or_known(lambda: self._segments(under_way, prompts, work, version=iteration - 1)) or {}
-        check_drawn(((row, segment.token_ids) for row, segment in sorted(own.items())), self._replica)
+        own = self._or_known(lambda: self._rows(under_way, prompts, work, version=iteration - 1)) or {}
+        check_drawn(sorted(own.items()), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
-        num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
-        whole = whole_segments(under_way, contributed, self._exchange, num_rewards)
+        added = under_way.gathered(contributed, self._exchange, self._num_rewards)
         if self.routing is not None:
-            whole = with_pieces(under_way, whole, own, work)
-        under_way.add(whole, iteration - 1)
-        if self.turns is None:
+            under_way.record(added, own, work)
+        under_way.add(added, iteration - 1)
+        if self._environments is None:
             return 0
-        return int(self._exchange.sum(torch.tensor(self.turns.num_open_tokens, device=self._exchange.device)))
+        left = 0 if self._open_rows is None else self._open_rows.num_open_tokens
+        return int(self._exchange.sum(torch.tensor(left, device=self._exchange.device)))
 
-    def _segments(
+    def _rows(
         self,
         under_way: UnderWay,
         prompts: Mapping[int, PromptBatch],
         work: Sequence[ReplicaWork],
         *,
         version: int,
-    ) -> dict[tuple[int, int], Segment]:
-        """Of this rank's replica; none on a rank without an engine. Collective over the replica."""
+    ) -> dict[Place, Row]:
+        """What this rank's replica adds; nothing on a rank without an engine. Collective over the replica.
+
+        Where an environment answers these are whole rows: others stay here, with who answers them.
+        """
         if self.engine is None:
             return {}
         config, params = self._placed.config, self.params["sampled"]
         part = work[self.layout.coordinates(self._platform.rank).replica]
         requests = under_way.requests(part.groups, config.seed, config.sampling)
-        if self.turns is None:
-            return replica_segments(self.engine, params, requests, part)
-        new = self.turns.new_rows(under_way, requests, prompts, config.sampling.limits, config.seed)
-        return self.turns.segments(self.engine, params, under_way, part, new, version=version)
+        if self._environments is None:
+            return replica_rows(self.engine, params, requests, part)
+        turns = self._open_rows = self._open_rows or self._turns(self._environments, self.engine)
+        new = under_way.new_rows(requests, turns.open_rows, prompts, config.sampling.limits, config.seed)
+        places = {under_way.groups[place].position: place for place in part.groups}
+        urgent = {under_way.groups[place].position for place in part.urgent}
+        ended = turns.until_whole(self.engine, params, new, number=part.number, urgent=urgent, version=version)
+        return {(places[position], sample): row for (position, sample), row in ended.items()}
+
+    def _turns(self, environments: EnvironmentRows, engine: RolloutEngine) -> TurnTaking:
+        return TurnTaking(environments, self._agreement, room=engine.most_rows)
+
+    def end_rows(self) -> None:
+        """Rows under way do not go on."""
+        if self._open_rows is not None:
+            self._open_rows.abandon()
 
     def ask(
         self,
@@ -331,41 +343,36 @@ class Generator:
         iteration: int,
         first_prompt: int,
         generation: int = 0,
-    ) -> AskedResponses:
+    ) -> RolloutRequest:
         """What `generate` asks for. Local, and alike on all ranks."""
         config, again = self._placed.config, (generation,) if generation else ()
         counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         seed = (config.seed, iteration, *again)
-        request = RolloutRequest(prompts, counts, config.sampling, seed=seed, first_prompt=first_prompt)
-        names = (config.seed, iteration, generation, first_prompt)
-        return AskedResponses(request, request.prompts_of_replicas(len(self.layout.replicas)), temperature, names)
+        return RolloutRequest(prompts, counts, config.sampling, seed, first_prompt, temperature)
 
-    def responses(self, asked: AskedResponses, listener: RolloutListener | None = None) -> RowResponses:
-        """Those of this rank's replica; none on a rank without an engine. Collective over the replica."""
+    def responses(self, asked: RolloutRequest, listener: RolloutListener | None = None) -> dict[int, Row]:
+        """Those of this rank's replica, by row; none on a rank without an engine. Collective over the replica."""
         if self.engine is None:
-            return RowResponses()
-        request, config, turns = asked.request, self._placed.config, None
-        if self.turns is not None:
-            turns = self.turns.begin(request.prompts, request.counts, config.sampling.limits, asked.names)
-        params = self.params["sampled"]
+            return {}
+        config, params = self._placed.config, self.params["sampled"]
         if asked.temperature is not None:
             params = self.engine.params_at(asked.temperature, config.sampling, self._eos_token_ids)
-        own = asked.of_replicas[self.layout.coordinates(self._platform.rank).replica]
-        return replica_responses(self.engine, params, request, own, listener=listener, turns=turns)
+        own = asked.prompts_of_replicas(len(self.layout.replicas))
+        turns = None if self._environments is None else self._turns(self._environments, self.engine)
+        prompts = own[self.layout.coordinates(self._platform.rank).replica]
+        return replica_responses(self.engine, params, asked, prompts, listener=listener, turns=turns)
 
-    def gathered(self, asked: AskedResponses, own: RowResponses) -> RolloutBatch:
+    def gathered(self, asked: RolloutRequest, own: Mapping[int, Row]) -> RolloutBatch:
         """The rollout that was asked for, whole on all ranks. Collective over the world. own: of the replica."""
-        drawn = zip(own.rows, (response.token_ids for response in own.responses), strict=True)
-        check_drawn(drawn, self._replica)
-        contributed = own if self.layout.contributes(self._platform.rank) else RowResponses()
-        num_rewards = 0 if self.turns is None else self.turns.environments.num_rewards
-        rollout = whole_rollout(asked.request, contributed, exchange=self._exchange, num_rewards=num_rewards)
+        check_drawn(own.items(), self._replica)
+        contributed = own if self.layout.contributes(self._platform.rank) else {}
+        rollout = whole_rollout(asked, contributed, exchange=self._exchange, num_rewards=self._num_rewards)
         if asked.temperature is None:
             check_rows(rollout)
         if asked.temperature is not None or self._actor.records is None:  # nothing is trained on the others
             return rollout
-        recorded = self.recorded(asked.pieces(rollout, own))
-        return self._actor.records.keep(rollout, recorded, iteration=asked.request.seed[1])
+        recorded = self.recorded(asked.pieces(rollout, own, len(self.layout.replicas)))
+        return self._actor.records.keep(rollout, recorded, iteration=asked.seed[1])
 
     def recorded(self, rows: Sequence[Sequence[RecordedPiece]]) -> Recorded:
         """The engines' experts of rows, by their pieces."""

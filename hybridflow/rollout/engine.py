@@ -9,7 +9,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -26,29 +26,11 @@ from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import prepare_vllm, without_bars
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
+from hybridflow.rollout.row import CUT, ENDED, Row
 from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput, RequestOutput, SamplingParams
-
-
-@dataclass(frozen=True)
-class Response:
-    """One finished sequence: the response tokens, their log-probs under the sampling distribution, and why it ended.
-
-    sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
-    that has failed. branch_starts: where in `token_ids` further sequences of the row begin, prompts included.
-    versions: of the actor, one a token, where the response came in several turns.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    truncated: bool  # cut at the length limit
-    experts: Tensor | None = None  # (prompt + response - 1, layers, k): of this stage, where the engine records them
-    sampled: list[bool] = field(default_factory=list)
-    rewards: tuple[float, ...] = ()
-    branch_starts: tuple[int, ...] = ()
-    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -215,7 +197,7 @@ class RolloutEngine:
         params: "Sequence[SamplingParams]",
         *,
         stepped: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[int, Response]]:
+    ) -> Iterator[tuple[int, Row]]:
         """(index, response) of each request, in the order in which they finish. params: by bucket.
 
         stepped: called after each step of the engine.
@@ -253,7 +235,7 @@ class RolloutEngine:
         """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
         self._engine.abort_request([name])
 
-    def abort_all(self) -> list[tuple[str, Response]]:
+    def abort_all(self) -> list[tuple[str, Row]]:
         """All requests end: by the names that `add` was given what each has so far.
 
         vLLM has no output for an aborted request. All ranks of a replica do it after the same step. There are no
@@ -264,11 +246,10 @@ class RolloutEngine:
         found = []
         for name, state in processor.request_states.items():
             token_ids, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
-            response = Response(list(token_ids), list(log_probs), truncated=False)
+            row = Row(list(token_ids), list(log_probs), calls=1)
             if token_ids and name in computed and isinstance(self._routing, SlotRecorder):
-                num_tokens = state.prompt_len + len(token_ids) - 1
-                response = replace(response, experts=self._routing.experts(name, None, num_tokens))
-            found.append((state.external_req_id, response))
+                row.experts = self._routing.experts(name, None, state.prompt_len + len(token_ids) - 1)
+            found.append((state.external_req_id, row))
         self._engine.abort_request([name for name, _ in found])
         while self.is_busy:
             self.step()
@@ -290,13 +271,12 @@ class RolloutEngine:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
         self._platform.synchronize()
 
-    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Response:
+    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Row:
         """Of a request that the last step has finished. name: that `add` gave."""
         found = response_of(output)
-        if self._routing is None:
-            return found
-        experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
-        return replace(found, experts=experts)
+        if self._routing is not None:
+            found.experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
+        return found
 
 
 def with_given(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +327,7 @@ def _sampling_params(
     )
 
 
-def response_of(output: "CompletionOutput") -> Response:
+def response_of(output: "CompletionOutput") -> Row:
     from vllm.logprobs import FlatLogprobs
 
     token_ids, log_probs = list(output.token_ids), output.logprobs
@@ -355,4 +335,4 @@ def response_of(output: "CompletionOutput") -> Response:
     if log_probs.token_ids != token_ids:
         counts = f"{len(token_ids)} tokens and log-probs of {len(log_probs.token_ids)} tokens"
         raise EnvironmentProblem(f"vLLM returned {counts}; every sampled token needs one, and no other token")
-    return Response(token_ids, log_probs.logprobs, truncated=output.finish_reason == "length")
+    return Row(token_ids, log_probs.logprobs, state=CUT if output.finish_reason == "length" else ENDED, calls=1)

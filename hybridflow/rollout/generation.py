@@ -2,16 +2,14 @@
 
 request = RolloutRequest(prompts, counts, sampling, seed=(run seed, iteration), first_prompt=0)
 asked = request.prompts_of_replicas(num_replicas)
-own = replica_responses(engine, params, request, asked[replica])
+own = replica_responses(engine, params, request, asked[replica])       # by row of the rollout
 rollout = whole_rollout(request, own, exchange=exchange)
 """
 
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,12 +26,13 @@ from hybridflow.batch import (
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.errors import RewardError
-from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.recorded import RecordedPiece
-from hybridflow.rollout.turns import TurnTaking
+from hybridflow.rollout.row import BEGINS, CUT, OF_TOKENS, SAMPLED, Row, Tensors, gathered, tensors_of
+from hybridflow.rollout.turns import NewRow, TurnTaking, episodes_of
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
@@ -42,13 +41,13 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 class RolloutListener(Protocol):
     """Hears of responses as they finish, on each rank of the engine replica, and may work while others generate."""
 
-    def on_response(self, row: int, response: Response) -> None:
+    def on_response(self, row: int, response: Row) -> None:
         """`row` of the rollout, in the order in which they finish."""
 
     def on_engine_step(self) -> None:
         """After each step of the engine."""
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
         """All responses of this replica are there, prompt after prompt. Others may still run."""
 
     def on_failure(self) -> None:
@@ -58,7 +57,6 @@ class RolloutListener(Protocol):
 # An engine reads the tokens of a prompt together, and once for all samples; those of responses come one by one, each
 # with a pass over the weights that only the requests of the moment share.
 PROMPT_TOKENS_A_STEP = 8
-SAMPLED, BEGINS = 1, 2  # of a token: the policy chose it; a branch of the row begins with it
 
 
 def prompts_of_replicas(
@@ -80,7 +78,7 @@ class RolloutRequest:
     counts: int64, (prompts,). sampling: says by a prompt's length how the prompt is answered, and how long a response
     may be. seed: of the run and the iteration, and from the second time on that an iteration samples responses to the
     same prompts the number of times before. first_prompt: numbers the prompts of the run, so that a request's seed is
-    (seed, prompt, sample).
+    (seed, prompt, sample). temperature: None: as `sampling` says.
     """
 
     prompts: PromptBatch
@@ -88,54 +86,43 @@ class RolloutRequest:
     sampling: SamplingConfig
     seed: tuple[int, int] | tuple[int, int, int]
     first_prompt: int
+    temperature: float | None = None
 
     def prompts_of_replicas(self, num_replicas: int) -> list[list[int]]:
         return prompts_of_replicas(self.prompts, self.counts, self.sampling.limits, num_replicas)
 
-    def of_prompts(self, own: Sequence[int]) -> tuple[list[int], list[Request]]:
-        """The rows of these prompts, and what the engine is asked for each."""
+    def of_prompts(self, own: Sequence[int]) -> dict[int, Request]:
+        """What the engine is asked for each row of these prompts."""
         first, counts, buckets = offsets(self.counts).tolist(), self.counts.tolist(), self.sampling.buckets
         run, iteration, *again = self.seed
-        rows: list[int] = []
-        requests: list[Request] = []
+        found: dict[int, Request] = {}
         for prompt, ids in zip(own, self.prompts.token_lists(own), strict=True):
-            rows += range(first[prompt], first[prompt] + counts[prompt])
             for sample in range(counts[prompt]):
                 seed = request_seed(run, iteration, self.first_prompt + prompt, sample, *again)
-                requests.append(Request(ids, seed, buckets.for_length(len(ids))))
-        return rows, requests
+                found[first[prompt] + sample] = Request(ids, seed, buckets.for_length(len(ids)))
+        return found
 
+    def new_rows(self, own: Sequence[int]) -> dict[int, NewRow]:
+        """The same where an environment answers, with what each row begins with."""
+        run, iteration, *again = self.seed
+        names = (run, iteration, *(again or [0]), self.first_prompt)
+        episodes, prompt_of = episodes_of(self.prompts, self.sampling.limits, names), self.prompt_indices.tolist()
+        return {row: NewRow(each, episodes[prompt_of[row]], row) for row, each in self.of_prompts(own).items()}
 
-@dataclass(frozen=True)
-class RowResponses:
-    """Responses, and the rows of the rollout that they are."""
+    @property
+    def prompt_indices(self) -> Tensor:
+        """(rows,) int64: the prompt of each row."""
+        return torch.arange(len(self.prompts)).repeat_interleave(self.counts)
 
-    rows: Sequence[int] = ()
-    responses: Sequence[Response] = ()
-
-    def experts(self) -> dict[int, Tensor]:
-        """By row, where the engine has recorded them."""
-        known = zip(self.rows, self.responses, strict=True)
-        return {row: response.experts for row, response in known if response.experts is not None}
-
-
-@dataclass(frozen=True)
-class AskedResponses:
-    """of_replicas: the prompts that each engine replica answers. temperature: None: as `sampling` says. names: what
-    environments know the rollout by.
-    """
-
-    request: RolloutRequest
-    of_replicas: Sequence[Sequence[int]]
-    temperature: float | None
-    names: Sequence[int]
-
-    def pieces(self, rollout: RolloutBatch, own: RowResponses) -> list[list[RecordedPiece]]:
+    def pieces(self, rollout: RolloutBatch, own: Mapping[int, Row], num_replicas: int) -> list[list[RecordedPiece]]:
         """Of the engine's experts, by row: each replica has recorded all of the rows of its prompts."""
-        made_by = {prompt: replica for replica, prompts in enumerate(self.of_replicas) for prompt in prompts}
+        of_replicas = enumerate(self.prompts_of_replicas(num_replicas))
+        made_by = {prompt: replica for replica, prompts in of_replicas for prompt in prompts}
         rows = zip(rollout.prompt_indices.tolist(), rollout.lengths.tolist(), strict=True)
-        experts = own.experts()
-        return [[RecordedPiece(made_by[prompt], length, experts.get(row))] for row, (prompt, length) in enumerate(rows)]
+        return [
+            [RecordedPiece(made_by[prompt], length, own[row].experts if row in own else None)]
+            for row, (prompt, length) in enumerate(rows)
+        ]
 
 
 def replica_responses(
@@ -146,84 +133,48 @@ def replica_responses(
     *,
     listener: RolloutListener | None = None,
     turns: TurnTaking | None = None,
-) -> RowResponses:
-    """The responses to the prompts `own` of the engine's replica. turns: of the rows, where an environment answers.
+) -> dict[int, Row]:
+    """The responses to the prompts `own` of the engine's replica, by row. turns: where an environment answers.
 
     params: one entry a bucket of prompt lengths.
     """
-    rows, requests = request.of_prompts(own)
-    stepped = listener.on_engine_step if listener is not None else lambda: None
+    stepped, requests = listener.on_engine_step if listener is not None else lambda: None, request.of_prompts(own)
+    rows, found = list(requests), dict[int, Row]()
     if turns is None:
-        stream = engine.stream(requests, params, stepped=stepped)
+        stream = engine.stream(list(requests.values()), params, stepped=stepped)
     else:
-        stream = turns.stream(engine, requests, rows, params, stepped=stepped)
-    found: dict[int, Response] = {}
+        stream = turns.stream(engine, list(request.new_rows(own).values()), params, stepped=stepped)
     with preserved_random_state():
         for i, response in stream:
-            found[i] = response
+            found[rows[i]] = response
             if listener is not None:
                 listener.on_response(rows[i], response)
-    responses = [found[i] for i in range(len(requests))]
+    found = {row: found[row] for row in rows}
     if listener is not None:
-        listener.on_replica_done(own, responses)
-    return RowResponses(rows, responses)
+        listener.on_replica_done(own, list(found.values()))
+    return found
 
 
 def responses_to(
-    prompts: PromptBatch, asked: Sequence[int], num_samples: Tensor, responses: Sequence[Response]
+    prompts: PromptBatch, asked: Sequence[int], num_samples: Tensor, responses: Sequence[Row]
 ) -> RolloutBatch:
     """The batch of all responses to the prompts `asked`, prompt after prompt. num_samples: of every prompt."""
     index = torch.tensor(asked, dtype=torch.int64)
     texts = tuple(prompts.texts[i] for i in asked)
     some = PromptBatch(prompts.input_ids[token_index(prompts.lengths, index)], prompts.lengths[index], texts, {})
-    return joined_rollout(
-        some,
-        num_samples[index],
-        torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
-        torch.tensor([r.truncated for r in responses], dtype=torch.bool),
-        token_ids=flat("i", (r.token_ids for r in responses)),
-        log_probs=flat("f", (r.log_probs for r in responses)),
-        flags=_flags(responses),
-    )
+    return joined_rollout(some, num_samples[index], tensors_of(responses, names=OF_TOKENS[:3]))
 
 
 def whole_rollout(
-    request: RolloutRequest, own: RowResponses, *, exchange: Exchange, num_rewards: int = 0
+    request: RolloutRequest, own: Mapping[int, Row], *, exchange: Exchange, num_rewards: int = 0
 ) -> RolloutBatch:
     """Every replica's rows in one batch: collective. own: what this rank contributes; of a replica one rank does so.
 
     num_rewards: parts of the reward that an environment gives.
     """
-    num_rows, where, responses = int(request.counts.sum()), torch.tensor(own.rows, dtype=torch.int64), own.responses
-
-    def of_rows(values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
-        return PartialTensor(num_rows, where, torch.tensor(values, dtype=dtype))
-
-    counts, truncated = exchange.gather_all(
-        [
-            of_rows([len(r.token_ids) for r in responses], torch.int64),
-            of_rows([int(r.truncated) for r in responses], torch.int64),
-        ]
-    )
-    at, size = token_index(counts, where), int(counts.sum())
-    token_ids = exchange.gather(PartialTensor(size, at, flat("i", (r.token_ids for r in responses))))
-    log_probs = exchange.gather(PartialTensor(size, at, flat("f", (r.log_probs for r in responses))))
-    flags = exchange.gather(PartialTensor(size, at, _flags(responses))) if num_rewards else None
-    batch = joined_rollout(
-        request.prompts,
-        request.counts,
-        counts,
-        truncated.bool(),
-        token_ids=token_ids,
-        log_probs=log_probs,
-        flags=flags,
-    )
-    if not num_rewards:
-        return batch
-    rewards = exchange.gather_all(
-        [of_rows([r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
-    )
-    return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
+    names = OF_TOKENS[:3] if num_rewards else OF_TOKENS[:2]
+    tensors = gathered(own, int(request.counts.sum()), exchange, num_rewards=num_rewards, names=names)
+    return joined_rollout(request.prompts, request.counts, tensors)
 
 
 def check_rows(rollout: RolloutBatch) -> None:
@@ -235,65 +186,40 @@ def check_rows(rollout: RolloutBatch) -> None:
         )
 
 
-def flat(code: str, lists: Iterable[list[Any]]) -> Tensor:
-    """One tensor of all numbers: `i` int32, `f` float32. No object is made for a number, as torch.tensor does."""
-    found = array(code)
-    for each in lists:
-        found.fromlist(each)
-    return torch.from_numpy(np.asarray(found))
+def joined_rollout(prompts: PromptBatch, num_samples: Tensor, rows: Tensors) -> RolloutBatch:
+    """Prompts and responses, packed one after the other. rows: see `row.tensors_of`.
 
-
-def _flags(responses: Iterable[Response]) -> Tensor:
-    """uint8, of each token."""
-    return torch.from_numpy(np.asarray(bytearray().join(map(response_flags, responses)), dtype=np.uint8))
-
-
-def response_flags(response: Response) -> bytearray:
-    """Of each token: whether the policy chose it, and whether a branch begins with it."""
-    flags = bytearray(response.sampled) if response.sampled else bytearray([SAMPLED]) * len(response.token_ids)
-    for start in response.branch_starts:
-        flags[start] |= BEGINS
-    return flags
-
-
-def joined_rollout(
-    prompts: PromptBatch,
-    num_samples: Tensor,
-    counts: Tensor,
-    truncated: Tensor,
-    *,
-    token_ids: Tensor,
-    log_probs: Tensor,
-    flags: Tensor | None = None,
-    versions: Tensor | None = None,
-) -> RolloutBatch:
-    """Prompts and responses, packed one after the other. flags: of the responses' tokens; None: all are sampled.
-
-    versions: of the actor that chose each of them; None: nobody asks.
-
+    Without flags the policy chose all tokens. Versions and rewards are the batch's where there are any.
     The prompt of a row whose prompt has no tokens is what comes before the first token that the policy chose.
     """
+    counts, _, states = rows["rows"].unbind(1)
     prompt_indices = torch.arange(len(prompts)).repeat_interleave(num_samples)
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
     mask = response_mask(lengths, prompt_lengths)
     behind_prompts, behind = mask, mask.numpy()
     input_ids = torch.empty(len(mask), dtype=torch.int64)
-    input_ids.numpy()[behind] = token_ids.numpy()
+    input_ids.numpy()[behind] = rows["token_ids"].numpy()
     input_ids.numpy()[~behind] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)].numpy()
-    rollout_log_probs, begins = placed(log_probs, mask), torch.zeros_like(mask)
-    if flags is not None:
+    rollout_log_probs, begins = placed(rows["log_probs"], mask), torch.zeros_like(mask)
+    if "flags" in rows:
+        flags = rows["flags"]
         begins, mask = placed((flags & BEGINS) > 0, mask), placed((flags & SAMPLED) > 0, mask)
     if not prompt_lengths.all():
         prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
+    further = {}
+    if "versions" in rows:
+        further["versions"] = placed(rows["versions"], behind_prompts)[:, None]
+    if "rewards" in rows and rows["rewards"].numel():
+        further["environment_rewards"] = rows["rewards"]
     return RolloutBatch(
         input_ids=input_ids,
         lengths=lengths,
         prompt_lengths=prompt_lengths,
         prompt_indices=prompt_indices,
-        truncated=truncated,
+        truncated=states == CUT,
         response_mask=mask,
         rollout_log_probs=rollout_log_probs,
         branch_starts=begins,
-        **({} if versions is None else {"versions": placed(versions, behind_prompts)[:, None]}),
+        **further,
     )

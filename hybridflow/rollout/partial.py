@@ -2,7 +2,8 @@
 
     under_way = UnderWay(groups)                               # the same on all ranks
     work = under_way.work(num_replicas, iteration, ...)        # pure: who generates what, and until when
-    under_way.add(segments, version)                           # of all replicas, see `rollout.segments`
+    own = replica_rows(engine, params, requests, work[replica])    # until enough groups are whole
+    under_way.add(under_way.gathered(own, exchange), version)  # what all replicas add
     groups = under_way.take(number)                            # whole ones, the first in the order of the draw
 
 A group is all responses to a prompt. A replica stops at the first engine step at which its share of groups is whole,
@@ -10,37 +11,32 @@ among them those that a later iteration could not train on any more (`max_stalen
 no clock says what is trained on. Nothing is discarded, since what is discarded is mostly long.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.models.routing import as_record
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout.engine import Request
-from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, SAMPLED, flat, joined_rollout
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, joined_rollout
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS
+from hybridflow.rollout.row import OF_TOKENS, RUNNING, Row, gathered, rows_of, tensors_of
+from hybridflow.rollout.turns import NewRow, RowKey, episodes_of
 
-RUNNING, ENDED, CUT = 0, 1, 2  # of a row
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import SamplingParams
 
-
-@dataclass
-class PartialRow:
-    """A response as far as it is there. segments: calls of the engine that it has taken part in."""
-
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the actor, one a token
-    segments: int = 0
-    state: int = RUNNING
-    flags: list[int] = field(default_factory=list)  # one a token, as `generation.response_flags` has them
-    rewards: list[float] = field(default_factory=list)  # of an environment
-    pieces: list[RecordedPiece] = field(default_factory=list, compare=False)  # experts of all tokens but the last
+Place = tuple[int, int]  # of a row: its group's place, and the sample
 
 
 @dataclass
@@ -54,31 +50,12 @@ class PartialGroup:
     position: int
     iteration: int
     prompt: list[int]
-    rows: list[PartialRow]
+    rows: list[Row]
     replica: int | None = None
 
     @property
     def is_whole(self) -> bool:
         return all(row.state != RUNNING for row in self.rows)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """What one call of the engine adds to a row. flags: none where all tokens are sampled.
-
-    experts: (tokens, layers, k) of the tokens that the row has no experts of yet, on ranks that have recorded them.
-    piece: the same with what all ranks know of it; None: nothing is recorded.
-    versions: none where all are of the present actor. Of a row with an environment it is the whole response.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    state: int
-    flags: Sequence[int] = ()
-    versions: Sequence[int] = ()
-    rewards: Sequence[float] = ()
-    experts: Tensor | None = None
-    piece: RecordedPiece | None = None
 
 
 @dataclass(frozen=True)
@@ -151,32 +128,68 @@ class UnderWay:
         steps = sum(limit - len(row.token_ids) for row in group.rows if row.state == RUNNING)
         return len(group.prompt) + PROMPT_TOKENS_A_STEP * steps
 
-    def requests(
-        self, groups: Sequence[int], run_seed: int, sampling: SamplingConfig
-    ) -> dict[tuple[int, int], Request]:
+    def requests(self, groups: Sequence[int], run_seed: int, sampling: SamplingConfig) -> dict[Place, Request]:
         """Of the rows that have not ended, by group and sample."""
         found = {}
         for place in groups:
             group = self.groups[place]
             for sample, row in enumerate(group.rows):
                 if row.state == RUNNING:
-                    again = (0, row.segments) if row.segments else ()
+                    again = (0, row.calls) if row.calls else ()
                     seed = request_seed(run_seed, group.iteration, group.position, sample, *again)
                     bucket = sampling.buckets.for_length(len(group.prompt))
                     found[place, sample] = Request(group.prompt + row.token_ids, seed, bucket, len(row.token_ids))
         return found
 
-    def add(self, segments: Mapping[tuple[int, int], Segment], version: int) -> None:
-        """To rows by group and sample. version: of the actor that chose the tokens."""
-        for (place, sample), segment in segments.items():
-            row = self.groups[place].rows[sample]
-            row.token_ids += segment.token_ids
-            row.log_probs += segment.log_probs
-            row.versions += segment.versions or [version] * len(segment.token_ids)
-            row.flags += segment.flags or [SAMPLED] * len(segment.token_ids)
-            row.rewards += segment.rewards
-            row.pieces += [] if segment.piece is None else [segment.piece]
-            row.segments, row.state = row.segments + 1, segment.state
+    def new_rows(
+        self,
+        requests: Mapping[Place, Request],
+        begun: Set[RowKey],
+        prompts: Mapping[int, PromptBatch],
+        limits: LengthBuckets[int],
+        run_seed: int,
+    ) -> dict[RowKey, NewRow]:
+        """Of the requests those of rows that an environment has not begun. prompts: by position in the run."""
+        new = {}
+        for (place, sample), request in requests.items():
+            group = self.groups[place]
+            if (group.position, sample) not in begun:
+                names = (run_seed, group.iteration, 0, group.position)
+                [episode] = episodes_of(prompts[group.position], limits, names)
+                new[group.position, sample] = NewRow(request, episode, group.position * len(group.rows) + sample)
+        return new
+
+    def gathered(self, own: Mapping[Place, Row], exchange: Exchange, num_rewards: int = 0) -> dict[Place, Row]:
+        """What all replicas add: collective. own: what this rank contributes; of a replica one rank does so.
+
+        num_rewards: parts of the reward that an environment gives; 0: there is none.
+        """
+        places = [(place, sample) for place, group in enumerate(self.groups) for sample in range(len(group.rows))]
+        numbers = {place: number for number, place in enumerate(places)}
+        known = {numbers[place]: row for place, row in own.items()}
+        names = OF_TOKENS if num_rewards else OF_TOKENS[:2]
+        whole = rows_of(gathered(known, len(places), exchange, num_rewards=num_rewards, names=names))
+        return {place: row for place, row in zip(places, whole, strict=True) if row.calls}
+
+    def record(self, added: Mapping[Place, Row], own: Mapping[Place, Row], work: Sequence[ReplicaWork]) -> None:
+        """Each of these rows gets the piece of the engine's experts that every rank knows of. Local.
+
+        own: what this rank's replica adds, with the experts that this rank has recorded. work: of each replica.
+        """
+        made_by = {place: replica for replica, part in enumerate(work) for place in part.groups}
+        for (place, sample), more in added.items():
+            group, row = self.groups[place], self.groups[place].rows[sample]
+            if more.token_ids:
+                before = len(group.prompt) + len(row.token_ids)
+                number = before + len(more.token_ids) - 1 - (before - 1 if row.token_ids else 0)
+                experts = own[place, sample].experts if (place, sample) in own else None
+                more.pieces = [RecordedPiece(made_by[place], number, experts)]
+
+    def add(self, added: Mapping[Place, Row], version: int) -> None:
+        """To rows by group and sample. version: of the actor that chose tokens without a version."""
+        for (place, sample), more in added.items():
+            more.versions = more.versions or [version] * len(more.token_ids)
+            self.groups[place].rows[sample].take(more)
 
     def take(self, number: int) -> list[PartialGroup]:
         """The first whole groups, which are under way no longer."""
@@ -193,19 +206,12 @@ class UnderWay:
         Without the engine's experts, see `pieces`.
         """
         rows = [row for group in self.groups for row in group.rows]
-        nothing = [math.nan] * max((len(row.rewards) for row in rows), default=0)
         of_groups = [[g.number, g.position, g.iteration, len(g.prompt), len(g.rows)] for g in self.groups]
+        of_rows = tensors_of(rows, max((len(row.rewards) for row in rows), default=0))
         return {
             "groups": torch.tensor(of_groups, dtype=torch.int64).view(-1, 5),
             "prompt_ids": torch.tensor([i for group in self.groups for i in group.prompt], dtype=torch.int64),
-            "rows": torch.tensor(
-                [[len(row.token_ids), row.segments, row.state] for row in rows], dtype=torch.int64
-            ).view(-1, 3),
-            "token_ids": torch.tensor([i for row in rows for i in row.token_ids], dtype=torch.int64),
-            "log_probs": torch.tensor([x for row in rows for x in row.log_probs], dtype=torch.float32),
-            "versions": torch.tensor([v for row in rows for v in row.versions], dtype=torch.int64),
-            "flags": torch.tensor([flag for row in rows for flag in row.flags], dtype=torch.uint8),
-            "rewards": torch.tensor([row.rewards or nothing for row in rows], dtype=torch.float32),
+            **{name: each.long() if each.dtype == torch.int32 else each for name, each in of_rows.items()},
         }
 
     def pieces(self) -> list[list[RecordedPiece]]:
@@ -220,19 +226,7 @@ class UnderWay:
 
         recorder: of which replica this rank records experts; None: of none.
         """
-        groups, sizes = tensors["groups"].tolist(), tensors["rows"].tolist()
-        counts = [count for count, _, _ in sizes]
-        names = ("token_ids", "log_probs", "versions", "flags")
-        parts = zip(*(tensors[name].split(counts) for name in names), strict=True)
-        rows = iter(
-            PartialRow(
-                **{name: values.tolist() for name, values in zip(names, part, strict=True)},
-                segments=segments,
-                state=state,
-                rewards=rewards if segments else [],
-            )
-            for (_, segments, state), part, rewards in zip(sizes, parts, tensors["rewards"].tolist(), strict=True)
-        )
+        groups, rows = tensors["groups"].tolist(), iter(rows_of(tensors))
         prompts = tensors["prompt_ids"].split([group[3] for group in groups])
         found = cls(
             [
@@ -269,15 +263,44 @@ def pieces_of_groups(groups: Sequence[PartialGroup]) -> list[list[RecordedPiece]
 def rollout_of_groups(groups: Sequence[PartialGroup], prompts: PromptBatch) -> RolloutBatch:
     """Whole groups as a rollout. prompts: of the groups, in their order."""
     rows = [row for group in groups for row in group.rows]
-    rollout = joined_rollout(
-        prompts,
-        torch.tensor([len(group.rows) for group in groups], dtype=torch.int64),
-        torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
-        torch.tensor([row.state == CUT for row in rows], dtype=torch.bool),
-        token_ids=flat("i", (row.token_ids for row in rows)),
-        log_probs=flat("f", (row.log_probs for row in rows)),
-        flags=flat("i", (row.flags for row in rows)),
-        versions=flat("i", (row.versions for row in rows)),
-    )
-    rewards = torch.tensor([row.rewards for row in rows], dtype=torch.float32)
-    return replace(rollout, environment_rewards=rewards) if rewards.numel() else rollout
+    counts = torch.tensor([len(group.rows) for group in groups], dtype=torch.int64)
+    return joined_rollout(prompts, counts, tensors_of(rows, len(rows[0].rewards)))
+
+
+def replica_rows(
+    engine: RolloutEngine,
+    params: "Sequence[SamplingParams]",
+    requests: Mapping[Place, Request],
+    work: ReplicaWork,
+) -> dict[Place, Row]:
+    """What the replica adds to rows until enough groups are whole. params: by bucket."""
+    names = {
+        row: engine.add("{}.{}".format(*row), request, params[request.bucket], max_tokens=None)
+        for row, request in requests.items()
+    }
+    left, whole = Counter(place for place, _ in requests), set[int]()
+    found: dict[Place, Row] = {}
+    with preserved_random_state():
+        while engine.is_busy and not (len(whole) >= work.number and work.urgent <= whole):
+            for output in engine.step():
+                place, sample = map(int, output.request_id.split("."))
+                row = place, sample
+                found[row] = engine.response(output.outputs[0], requests[row].prompt, names[row])
+                left[place] -= 1
+                if not left[place]:
+                    whole.add(place)
+        for name, part in engine.abort_all():
+            place, sample = map(int, name.split("."))
+            found[place, sample] = part
+    engine.wait_until_idle()
+    for row, more in found.items():
+        more.experts = _new_experts(more, requests[row])
+    return found
+
+
+def _new_experts(more: Row, request: Request) -> Tensor | None:
+    """Of the tokens that the engine has read again nothing counts but the last one's experts, which had none before."""
+    if more.experts is None or not more.token_ids:
+        return None
+    before = len(request.prompt) - 1 if request.num_before else 0
+    return more.experts[before:].clone() if before else more.experts  # what was read again does not stay

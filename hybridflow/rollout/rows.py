@@ -1,6 +1,7 @@
 """A row of a rollout of many turns, from its prompt to its reward: one record for classes, agents and verifiers.
 
-    rows = ReplicaRows(requests, of_rollout, several=False)
+    rows = ReplicaRows(several=False)
+    rows.admit(requests, of_rollout)
     rows.apply(TurnEvent(0, max_tokens=9))              # the model speaks: [EngineCall("0.0.1", Request(...), 9)]
     rows[0].hear(0, [5, 6], [-0.1, -0.2])               # what it has said
     rows.apply(TurnEvent(0, (7, 8), max_tokens=7))      # tokens of an answer; the model speaks again
@@ -17,7 +18,8 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout.engine import Request, Response
+from hybridflow.rollout.engine import Request
+from hybridflow.rollout.row import CUT, ENDED, SAMPLED, Row, Written
 
 Message = dict[str, Any]
 
@@ -69,33 +71,29 @@ class Transcript:
 
 
 @dataclass
-class RowSequence:
-    """A sequence of a row. prompt: the row's, of the first sequence; a further one has all in `token_ids`.
+class Branch(Written):
+    """A sequence of a row that the engine reads by itself. prompt: the row's, of the first; a further one has none.
 
     turn: the last that the engine was asked for, without those that were dropped; asked: with them. speaks: the engine
     is at that turn. kept: tokens before that turn and before what was written right before that turn. read: what the
     turn was asked with, and a number that tells equal ones apart.
     opening: tokens that count as prompt for a limit: the row's, or those of the first request.
-    versions: of the actor, when each of the tokens came. seed, most: of the turn that the engine is at, and the tokens
-    that the turn may have. segments, spoken: how often the engine was stopped at that turn, and the tokens until then.
+    seed, most: of the turn that the engine is at, and the tokens that the turn may have. calls, spoken: how often the
+    engine was stopped at that turn, and the tokens until then.
     transcript, before: now, and without the turn that `drop` takes back.
     """
 
     prompt: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
     turn: int = 0
     asked: int = 0
     speaks: bool = False
     kept: int = 0
     read: tuple[bytes, int] = (b"", 0)
     opening: int = 0
-    versions: list[int] = field(default_factory=list)
     seed: int = 0
     most: int = 0
     spoken: int = 0
-    segments: int = 0
+    calls: int = 0
     transcript: Transcript = field(default_factory=Transcript)
     before: Transcript = field(default_factory=Transcript)
 
@@ -128,25 +126,17 @@ class RowSequence:
         self.opening = self.opening or len(token_ids)
         self.add(token_ids, version)
 
-    def add(self, token_ids: Sequence[int], version: int, log_probs: Sequence[float] | None = None) -> None:
-        """log_probs: of what was sampled; none of what somebody else has written."""
-        self.token_ids += token_ids
-        self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
-        self.sampled += [log_probs is not None] * len(token_ids)
-        self.versions += [version] * len(token_ids)
-
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
         self.speaks, self.turn, self.transcript = False, self.turn - 1, self.before
-        for tokens in (self.token_ids, self.log_probs, self.sampled, self.versions):
-            del tokens[self.kept :]
+        self.cut(self.kept)
         self.opening = self.opening if self.num_tokens else 0
 
 
-class RowRecord:
-    """One that is under way. number: in the replica. of_rollout: in the rollout. several: a row may have sequences.
+class OpenRow:
+    """A row that has not ended, as sequences. number: in the replica. of_rollout: in the rollout.
 
-    version: of the actor that the engine has now.
+    several: the row may have several sequences. version: of the actor that the engine has now.
 
     On the first rank of the replica: columns: of the data. limit: tokens behind the prompt. begun: when the row's first
     turn, or agent, began, on the clock. waiting_since: when somebody else than the model had to go on; None while the
@@ -155,8 +145,8 @@ class RowRecord:
 
     def __init__(self, number: int, of_rollout: int, request: Request, *, several: bool = False) -> None:
         self.number, self.of_rollout, self._several, self.version = number, of_rollout, several, 0
-        self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `RowSequence.read`
-        self.sequences = [RowSequence(request.prompt, opening=len(request.prompt))]
+        self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `Branch.read`
+        self.branches = [Branch(prompt=request.prompt, opening=len(request.prompt))]
         self.columns: Mapping[str, Any] = {}
         self.limit, self.begun = 0, 0.0
         self.waiting_since: float | None = None
@@ -165,66 +155,66 @@ class RowRecord:
     @property
     def turn(self) -> int:
         """Of the model, in all sequences."""
-        return sum(sequence.turn for sequence in self.sequences)
+        return sum(sequence.turn for sequence in self.branches)
 
     @property
     def num_speaking(self) -> int:
-        return sum(sequence.speaks for sequence in self.sequences)
+        return sum(sequence.speaks for sequence in self.branches)
 
     @property
     def answered(self) -> bool:
         """Whether the model has ended a turn that counts."""
-        return any(sequence.settled.answered for sequence in self.sequences)
+        return any(sequence.settled.answered for sequence in self.branches)
 
     def apply(self, event: TurnEvent) -> list[EngineCall]:
         """What the engine is to do."""
         calls = []
-        for number, sequence in enumerate(self.sequences) if event.drops else ():
+        for number, sequence in enumerate(self.branches) if event.drops else ():
             if sequence.speaks if event.ends else number == event.branch:
                 calls += [EngineCall(self._name(number))] if sequence.speaks else []
                 self._read.discard(sequence.read)  # what is asked next is asked as if there had been no such turn
                 sequence.drop()
         if event.ends:
-            self.sequences[0].add(event.token_ids, self.version)
+            self.branches[0].add(event.token_ids, self.version)
         elif not event.drops:
-            if event.branch == len(self.sequences):
-                self.sequences.append(RowSequence())
-            self.sequences[event.branch].write(event.token_ids, self.version)
+            if event.branch == len(self.branches):
+                self.branches.append(Branch())
+            self.branches[event.branch].write(event.token_ids, self.version)
             request = self._next_request(event.branch, event.max_tokens)
             calls.append(EngineCall(self._name(event.branch), request, event.max_tokens))
         return calls
 
     def hear(self, branch: int, token_ids: Sequence[int], log_probs: Sequence[float], *, ends: bool = True) -> None:
         """A turn of the model has ended, or was stopped within."""
-        sequence = self.sequences[branch]
+        sequence = self.branches[branch]
         sequence.speaks = not ends
         sequence.add(token_ids, self.version, log_probs)
         if not ends:
-            sequence.spoken, sequence.segments = sequence.spoken + len(token_ids), sequence.segments + 1
+            sequence.spoken, sequence.calls = sequence.spoken + len(token_ids), sequence.calls + 1
 
     def resumed(self) -> list[EngineCall]:
         """What the engine is to do to go on with the turns that a stop has cut: a seed has the number of the stop."""
         calls = []
-        for number, sequence in enumerate(self.sequences):
+        for number, sequence in enumerate(self.branches):
             if sequence.speaks:
-                seed = request_seed(sequence.seed, 0, sequence.segments)
+                seed = request_seed(sequence.seed, 0, sequence.calls)
                 request = Request(sequence.all_tokens, seed, self._first.bucket, sequence.spoken)
                 calls.append(EngineCall(self._name(number), request, sequence.most - sequence.spoken))
         return calls
 
     def _name(self, branch: int) -> str:
-        return f"{self.number}.{branch}.{self.sequences[branch].asked}"
+        return f"{self.number}.{branch}.{self.branches[branch].asked}"
 
     def _next_request(self, branch: int, max_tokens: int) -> Request:
         """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
-        sequence = self.sequences[branch]
+        sequence = self.branches[branch]
         sequence.turn, sequence.asked, sequence.speaks = sequence.turn + 1, sequence.asked + 1, True
         ids = sequence.all_tokens
         sequence.seed, sequence.most = self._seed(sequence, ids), max_tokens
-        sequence.spoken = sequence.segments = 0
+        sequence.spoken = sequence.calls = 0
         return Request(ids, sequence.seed, self._first.bucket)
 
-    def _seed(self, sequence: RowSequence, ids: Sequence[int]) -> int:
+    def _seed(self, sequence: Branch, ids: Sequence[int]) -> int:
         """Of a row that may have several sequences by the tokens: requests may come in another order next time."""
         if not self._several:
             return self._first.seed if sequence.turn == 1 else request_seed(self._first.seed, sequence.turn)
@@ -234,59 +224,43 @@ class RowRecord:
         self._read.add(sequence.read)
         return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
-    def response(self, last: TurnEvent) -> Response:
-        """Sequences in which the model has said nothing are left out, and of a row that has failed all but the first.
+    def ended(self, last: TurnEvent) -> Row:
+        """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
         agent's requests may come in another order next time.
         """
-        first, *further = self.sequences
-        there = [] if last.failed else [sequence for sequence in further if any(sequence.sampled)]
-        if there and not first.prompt:  # the row's prompt is what the first sequence begins with
-            there += [first] if any(first.sampled) else []
+        first, *further = self.branches
+        there = [] if last.failed else [branch for branch in further if SAMPLED in branch.flags]
+        if there and not first.prompt:  # the row's prompt is what the first branch begins with
+            there += [first] if SAMPLED in first.flags else []
             first, *there = sorted(there, key=_order)
-        there.sort(key=_order)
-        starts, token_ids, log_probs, sampled = [], [*first.token_ids], [*first.log_probs], [*first.sampled]
-        versions = [*first.versions]
-        for sequence in there:
-            starts.append(len(token_ids))
-            token_ids += sequence.token_ids
-            log_probs += sequence.log_probs
-            sampled += sequence.sampled
-            versions += sequence.versions
+        row = Row(state=CUT if last.truncated else ENDED, rewards=last.rewards, calls=1)
+        row.extend(first)
+        for branch in sorted(there, key=_order):
+            row.extend(branch, begins=True)
         if last.failed:
-            log_probs, sampled = [0.0] * len(token_ids), [False] * len(token_ids)
-        return Response(
-            token_ids,
-            log_probs,
-            last.truncated,
-            sampled=sampled,
-            rewards=last.rewards,
-            branch_starts=tuple(starts),
-            versions=versions,
-        )
+            row.log_probs, row.flags = [0.0] * len(row.token_ids), bytearray(len(row.token_ids))
+        return row
 
 
-def _order(sequence: RowSequence) -> tuple[int, list[int]]:
-    return sequence.sampled.index(True), sequence.token_ids
+def _order(branch: Branch) -> tuple[int, list[int]]:
+    return branch.flags.index(SAMPLED), branch.token_ids
 
 
 class ReplicaRows:
     """The rows of an engine replica. room: turns that the engine takes at a time; num_speaking: that it has now."""
 
-    def __init__(
-        self, requests: Sequence[Request], of_rollout: Sequence[int], *, several: bool = False, room: int = 1 << 30
-    ) -> None:
-        self._records: dict[int, RowRecord] = {}
+    def __init__(self, *, several: bool = False, room: int = 1 << 30) -> None:
+        self._records: dict[int, OpenRow] = {}
         self._several, self._next, self._version = several, 0, 0
         self.room, self.num_speaking, self.num_dropped = room, 0, 0
         self._happened: list[tuple[TurnEvent, list[EngineCall]]] = []
-        self.admit(requests, of_rollout)
 
-    def admit(self, requests: Sequence[Request], of_rollout: Sequence[int]) -> list[RowRecord]:
+    def admit(self, requests: Sequence[Request], of_rollout: Sequence[int]) -> list[OpenRow]:
         """Further rows, which get the next numbers."""
         new = [
-            RowRecord(self._next + i, row, request, several=self._several)
+            OpenRow(self._next + i, row, request, several=self._several)
             for i, (request, row) in enumerate(zip(requests, of_rollout, strict=True))
         ]
         self._next += len(new)
@@ -305,10 +279,10 @@ class ReplicaRows:
             record.version = version
 
     @property
-    def records(self) -> list[RowRecord]:
+    def records(self) -> list[OpenRow]:
         return list(self._records.values())
 
-    def __getitem__(self, number: int) -> RowRecord:
+    def __getitem__(self, number: int) -> OpenRow:
         return self._records[number]
 
     def __contains__(self, number: int) -> bool:
@@ -322,7 +296,7 @@ class ReplicaRows:
         return bool(self._happened)
 
     def apply(self, event: TurnEvent) -> None:
-        """See `RowRecord.apply`; `take_events` has the engine's calls."""
+        """See `OpenRow.apply`; `take_events` has the engine's calls."""
         record = self[event.row]
         turns, speaking = record.turn, record.num_speaking
         self._happened.append((event, record.apply(event)))
@@ -330,7 +304,7 @@ class ReplicaRows:
         self.num_dropped += max(0, turns - record.turn)
 
     def hear(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """See `RowRecord.hear`."""
+        """See `OpenRow.hear`."""
         self.num_speaking -= 1
         self[row].hear(branch, token_ids, log_probs)
 

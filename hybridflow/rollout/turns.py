@@ -1,23 +1,33 @@
 """Generate rows of many turns: between two turns somebody else writes, or says that the row has ended.
 
+    turns = TurnTaking(environments, agreement, room=engine.most_rows)
+    for index, row in turns.stream(engine, new, params): ...                     # a rollout, or until four prompts
+    ended = turns.until_whole(engine, params, new, number=4, urgent=set(), version=3)    # are answered
+
 A further turn is a new request with all tokens of the row so far, most of which the prefix cache has. Of an engine of
 several ranks the first alone asks who answers. One broadcast before each step has the events since the last: which rows
 go on and with what. So all ranks add the same requests in the same order, else they would sample wrong tokens.
+
+Rows of a partial rollout go on over a weight sync. A turn that a stop cuts is a segment: the engine reads the row again
+with the next weights, and goes on with the turn. An environment's instance and an agent's open request are left as they
+are between two calls of `until_whole`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import OfAnotherRank, RewardError
-from hybridflow.rollout.engine import Request, Response, RolloutEngine, response_of
-from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, RowRecord, TurnEvent
+from hybridflow.parallel.platform import preserved_random_state
+from hybridflow.rollout.engine import Request, RolloutEngine, response_of
+from hybridflow.rollout.row import Row
+from hybridflow.rollout.rows import EngineCall, Message, OpenRow, ReplicaRows, TurnEvent
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams
@@ -25,6 +35,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 SLOTS = 512  # numbers of the first broadcast: what mostly is enough
 HEAD = 6  # numbers of an event before its tokens
 FAILED = [-1]  # in place of events
+RowKey = tuple[int, int]  # the prompt's position in the run, and the sample
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -83,22 +94,20 @@ def episodes_of(prompts: PromptBatch, limits: LengthBuckets[int], seed: Sequence
     ]
 
 
-def episodes_of_rows(
-    prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
-) -> list[Episode]:
-    """Of each row of a rollout, with so many rows of each prompt."""
-    found = episodes_of(prompts, limits, seed)
-    return [episode for episode, count in zip(found, counts.tolist(), strict=True) for _ in range(count)]
+@dataclass(frozen=True)
+class NewRow:
+    """One that begins. name: a number, for messages and the ids of tool calls."""
+
+    request: Request
+    episode: Episode
+    name: int
 
 
 class Answers(Protocol):
     """Who answers the model, on the first rank of an engine replica."""
 
-    def begin(self, rows: ReplicaRows) -> None:
-        """A rollout of these rows begins."""
-
-    def admit(self, records: Sequence[RowRecord], episodes: Sequence[Episode]) -> None:
-        """Further rows begin."""
+    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
+        """These rows begin."""
 
     def pause(self) -> None:
         """The engine stops. What the rows have asked for goes on, and what comes of it waits for `resume`."""
@@ -109,7 +118,7 @@ class Answers(Protocol):
     def abandon(self) -> None:
         """The rows that are left have no end. Who has begun something for them ends it."""
 
-    def said(self, row: RowRecord, branch: int, turn: Response) -> None:
+    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
         """A turn of the model has ended, and the record has it."""
 
     def work(self, *, wait: bool) -> None:
@@ -117,6 +126,24 @@ class Answers(Protocol):
 
     def end(self) -> None:
         """No row is under way any more."""
+
+
+class EnvironmentRows(Protocol):
+    """Who makes the answers to rows. counts: of this rank. num_rewards: parts that a row is given.
+
+    several: a row may have several sequences.
+    """
+
+    @property
+    def counts(self) -> TurnCounts: ...
+
+    @property
+    def num_rewards(self) -> int: ...
+
+    @property
+    def several(self) -> bool: ...
+
+    def answers(self, rows: ReplicaRows) -> Answers: ...
 
 
 class LeaderBroadcast:
@@ -192,76 +219,155 @@ def _unpacked(numbers: list[int]) -> list[TurnEvent]:
     return found
 
 
-@dataclass(frozen=True)
 class TurnTaking:
-    """How the rows of a replica take turns. answers: on its first rank. several: a row may have several sequences."""
+    """Of the rows of an engine replica, alike on its ranks; the first has who answers. room: turns at a time."""
 
-    agreement: LeaderBroadcast
-    answers: Answers | None
-    counts: TurnCounts
-    several: bool = False
+    def __init__(self, environments: EnvironmentRows, agreement: LeaderBroadcast, *, room: int) -> None:
+        self._rows, self._counts = ReplicaRows(several=environments.several, room=room), environments.counts
+        self._agreement, self._paused = agreement, False
+        self._keys: dict[int, RowKey] = {}  # by number, of partial rollouts
+        self._answers = agreement.attempt(environments.answers, self._rows) if agreement.leads else None
 
     def stream(
         self,
         engine: RolloutEngine,
-        requests: Sequence[Request],
-        of_rollout: Sequence[int],
+        new: Sequence[NewRow],
         params: "Sequence[SamplingParams]",
         *,
         stepped: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[int, Response]]:
-        """(index, response) of each request, in the order in which they end. of_rollout: the rows, by request.
+    ) -> Iterator[tuple[int, Row]]:
+        """(index, row) of each row, in the order in which they end.
 
         params: by bucket. stepped: called after each step of the engine.
         """
-        rows = ReplicaRows(requests, of_rollout, several=self.several, room=engine.most_rows)
-        if self.answers is not None:
-            self.agreement.attempt(self.answers.begin, rows)
-        left = len(rows)
-        while left:
-            for event, calls in self.agreed(rows, wait=not engine.is_busy):
-                make_calls(engine, calls, params)
-                if event.ends:
-                    left -= 1
-                    yield event.row, rows[event.row].response(event)
-            for output in engine.step() if engine.is_busy else ():
-                self.take(output, rows)
+        self._admit(new)
+        while len(self._rows):
+            yield from self._step(engine, params)
             stepped()
-        if self.answers is not None:
-            self.answers.end()
-            self.counts.dropped += rows.num_dropped
+        if self._answers is not None:
+            self._answers.end()
+        self._count_dropped()
         engine.wait_until_idle()
 
-    def agreed(self, rows: ReplicaRows, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
+    def until_whole(
+        self,
+        engine: RolloutEngine,
+        params: "Sequence[SamplingParams]",
+        new: Mapping[RowKey, NewRow],
+        *,
+        number: int,
+        urgent: Set[int],
+        version: int,
+    ) -> dict[RowKey, Row]:
+        """Rows that end until `number` prompts have no row left, the urgent ones among them.
+
+        params: by bucket. new: rows that begin. version: of the actor that the engine has.
+        """
+        found = dict[RowKey, Row]()
+        if not number and not urgent:  # else an event of a row that begins would wait for the next call
+            return found
+        with preserved_random_state():
+            self._go_on(engine, params, version)
+            numbers = [record.number for record in self._admit(list(new.values()))]
+            self._keys |= dict(zip(numbers, new, strict=True))
+            left, whole = Counter(position for position, _ in self._keys.values()), set[int]()
+            while left.total() and not (len(whole) >= number and urgent <= whole):
+                for row, ended in self._step(engine, params):
+                    found[key := self._keys.pop(row)] = ended
+                    left[key[0]] -= 1
+                    whole |= set() if left[key[0]] else {key[0]}
+            self._stop(engine)
+        engine.wait_until_idle()
+        return found
+
+    @property
+    def open_rows(self) -> Set[RowKey]:
+        """Those that go on in a further call."""
+        return set(self._keys.values())
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Behind the prompts of the rows, on the rank that asks for the turns."""
+        written = (sequence for record in self._rows.records for sequence in record.branches)
+        return sum(len(sequence.token_ids) for sequence in written) if self._agreement.leads else 0
+
+    def abandon(self) -> None:
+        """No row goes on any more."""
+        if self._answers is not None:
+            self._answers.abandon()
+
+    def _admit(self, new: Sequence[NewRow]) -> list[OpenRow]:
+        """Behind what goes on: who answers begins rows at once, by events that all ranks get."""
+        records = self._rows.admit([row.request for row in new], [row.name for row in new])
+        if self._answers is not None:
+            self._agreement.attempt(self._answers.admit, records, [row.episode for row in new])
+        return records
+
+    def _step(self, engine: RolloutEngine, params: "Sequence[SamplingParams]") -> list[tuple[int, Row]]:
+        """A step of the engine, and what has happened since the step before: rows that have ended, by number."""
+        for output in engine.step() if engine.is_busy else ():
+            self._take(output)
+        ended = []
+        for event, calls in self._agreed(wait=not engine.is_busy):
+            make_calls(engine, calls, params)
+            if event.ends:
+                ended.append((event.row, self._rows[event.row].ended(event)))
+                self._rows.forget(event.row)
+        return ended
+
+    def _agreed(self, *, wait: bool) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """What has happened, applied on all ranks."""
-        if self.answers is not None:
-            self.agreement.attempt(self.answers.work, wait=wait)
-        own = rows.take_events()
-        events = self.agreement.on_all([event for event, _ in own])
-        if self.agreement.leads:
+        if self._answers is not None:
+            self._agreement.attempt(self._answers.work, wait=wait)
+        own = self._rows.take_events()
+        events = self._agreement.on_all([event for event, _ in own])
+        if self._agreement.leads:
             return own
         for event in events:
-            rows.apply(event)
-        return rows.take_events()
+            self._rows.apply(event)
+        return self._rows.take_events()
 
-    def take(self, output: "RequestOutput", rows: ReplicaRows) -> None:
+    def _take(self, output: "RequestOutput") -> None:
         """A turn of the model has ended, unless nobody waits for the turn any more."""
         number, branch, asked = map(int, output.request_id.split("."))
-        if number not in rows:
+        if number not in self._rows:
             return  # of a row that has ended while a step was under way
-        record, turn = rows[number], response_of(output.outputs[0])
-        sequence = record.sequences[branch]
+        record, turn = self._rows[number], response_of(output.outputs[0])
+        sequence = record.branches[branch]
         if not sequence.speaks or asked != sequence.asked:
             return  # of a turn that was dropped while a step was under way
         if sequence.turn > 1:
-            self.counts.prefix_tokens += sequence.num_tokens
-            self.counts.cached_tokens += output.num_cached_tokens or 0
-        rows.hear(number, branch, turn.token_ids, turn.log_probs)
+            self._counts.prefix_tokens += sequence.num_tokens
+            self._counts.cached_tokens += output.num_cached_tokens or 0
+        self._rows.hear(number, branch, turn.token_ids, turn.log_probs)
         if sequence.spoken:  # a stop has cut the turn, and the whole of it has ended now
             first = len(sequence.token_ids) - len(turn.token_ids) - sequence.spoken
-            turn = replace(turn, token_ids=sequence.token_ids[first:], log_probs=sequence.log_probs[first:])
-        if self.answers is not None:
-            self.agreement.attempt(self.answers.said, record, branch, turn)
+            turn = Row(sequence.token_ids[first:], sequence.log_probs[first:], state=turn.state)
+        if self._answers is not None:
+            self._agreement.attempt(self._answers.said, record, branch, turn)
+
+    def _go_on(self, engine: RolloutEngine, params: "Sequence[SamplingParams]", version: int) -> None:
+        if self._paused and self._answers is not None:
+            self._agreement.attempt(self._answers.resume)
+        self._paused = False
+        self._rows.go_on(version)
+        for record in self._rows.records:
+            make_calls(engine, record.resumed(), params)
+
+    def _stop(self, engine: RolloutEngine) -> None:
+        """Behind the events of a step, which all ranks have applied."""
+        for name, part in engine.abort_all():
+            row, branch, _ = map(int, name.split("."))
+            self._rows.cut(row, branch, part.token_ids, part.log_probs)
+        self._paused = True
+        if self._answers is not None:
+            self._answers.pause()
+        self._count_dropped()
+
+    def _count_dropped(self) -> None:
+        """On the rank that asks for the turns."""
+        self._counts.dropped += self._rows.num_dropped if self._answers is not None else 0
+        self._rows.num_dropped = 0
 
 
 def make_calls(engine: RolloutEngine, calls: Sequence[EngineCall], params: "Sequence[SamplingParams]") -> None:

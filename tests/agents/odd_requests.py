@@ -22,7 +22,6 @@ import torch
 from hybridflow.agents.sessions import Agents
 from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations, EarlierTurns
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.templates import ChatTemplate
@@ -203,8 +202,8 @@ class OddRows:
             max_model_len=9000,
         )
         prompts = PromptBatch(torch.zeros(0, dtype=torch.int64), torch.tensor([0]), ("",), {}, (None,))
-        self.sessions = shared.conversations(prompts, torch.tensor([num_rows]), always(6000), (1,))
-        self.driven = DrivenRows(self.sessions, [[]] * num_rows, several=shared.several)
+        self.driven = DrivenRows(shared, prompts, num_rows, 6000)
+        self.sessions = self.driven.answers
         self.ended: set[int] = set()
 
     def sent(self, count: int) -> Counter[tuple[int, str]]:

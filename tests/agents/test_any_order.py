@@ -16,19 +16,16 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from hybridflow.agents.sessions import Agents
-from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout import turns
-from hybridflow.rollout.engine import Request, Response
-from hybridflow.rollout.open_rows import NewRow, OpenRows
-from hybridflow.rollout.turns import Episode, LeaderBroadcast, TurnTaking
+from hybridflow.rollout.engine import Request
+from hybridflow.rollout.row import BEGINS, CUT, ENDED, SAMPLED, Row
+from hybridflow.rollout.turns import Episode, LeaderBroadcast, NewRow, TurnTaking
 from tests.agents.test_sessions import AGAIN, END_ID, TOKENIZER, GivenAgents
 from tests.environments.tiny_chat import END
 
@@ -146,12 +143,12 @@ class Drawn:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
 
-    def abort_all(self) -> list[tuple[str, Response]]:
+    def abort_all(self) -> list[tuple[str, Row]]:
         """Each turn has some of its tokens."""
         there, self._there = self._there, {}
         found = [(name, self._drawn(*asked)) for name, asked in there.items()]
         parts = [(name, ids[: self._rng.randrange(len(ids))]) for name, ids in found]
-        return [(name, Response(ids, log_probs_of(ids), truncated=False)) for name, ids in parts]
+        return [(name, Row(ids, log_probs_of(ids))) for name, ids in parts]
 
     def _drawn(self, request: Request, most: int) -> list[int]:
         draw = random.Random(f"{request.prompt}{request.seed}")
@@ -172,7 +169,8 @@ class Drawn:
         ended = {name: self._there.pop(name) for name in list(self._there) if self._rng.random() < 0.4}
         for name, (request, most) in {**late, **ended}.items():
             token_ids = self._drawn(request, most)
-            response = Response(token_ids, log_probs_of(token_ids), truncated=token_ids[-1] != END_ID)
+            state = ENDED if token_ids[-1] == END_ID else CUT
+            response = Row(token_ids, log_probs_of(token_ids), state=state)
             yield SimpleNamespace(request_id=name, num_cached_tokens=0, outputs=[response])
 
     def wait_until_idle(self) -> None:
@@ -187,14 +185,14 @@ def text_of(messages: Talk) -> str:
     return "".join(f"<|{each['role']}|>{each['content']}{END}" for each in messages) + "<|assistant|>"
 
 
-def turns_of(response: Response) -> Counter[tuple[str, str]]:
+def turns_of(response: Row) -> Counter[tuple[str, str]]:
     """(all of the sequence before it, what the model said there), of all turns of a row."""
     found = Counter[tuple[str, str]]()
-    bounds = [0, *response.branch_starts, len(response.token_ids)]
+    starts = [at for at, flag in enumerate(response.flags) if flag & BEGINS]
+    bounds = [0, *starts, len(response.token_ids)]
     for start, end in itertools.pairwise(bounds):
-        ids, sampled, log_probs = (
-            each[start:end] for each in (response.token_ids, response.sampled, response.log_probs)
-        )
+        ids, flags, log_probs = (each[start:end] for each in (response.token_ids, response.flags, response.log_probs))
+        sampled = [bool(flag & SAMPLED) for flag in flags]
         assert log_probs == [-token / 10 if by else 0.0 for token, by in zip(ids, sampled, strict=True)]
         begins = [at for at, by in enumerate(sampled) if by and not (at and sampled[at - 1])]
         for at in begins:
@@ -205,17 +203,17 @@ def turns_of(response: Response) -> Counter[tuple[str, str]]:
     return found
 
 
-def with_stops(taking: TurnTaking, engine: Drawn, requests: list[Request]) -> dict[int, Response]:
+def with_stops(taking: TurnTaking, engine: Drawn, rows: list[NewRow]) -> dict[int, Row]:
     """Two rows begin with each version of the actor, while there are any."""
-    rows, found, left = OpenRows(taking, room=engine.most_rows), dict[int, Response](), list(enumerate(requests))
+    found, left = dict[int, Row](), rows
     for version in itertools.count():
         some, left = left[:2], left[2:]
-        new = {(row, 0): NewRow(request, Episode({}, None, MOST_BEHIND, ""), row) for row, request in some}
-        ended = rows.ended(engine, [None], new, number=1, urgent=set(), version=version)
+        new = {(row.name, 0): row for row in some}
+        ended = taking.until_whole(engine, [None], new, number=1, urgent=set(), version=version)
         found |= {row: response for (row, _), response in ended.items()}
         for response in ended.values():
             assert max(response.versions) <= version and len(response.versions) == len(response.token_ids)
-        if len(found) == len(requests):
+        if len(found) == len(rows):
             return found
     raise AssertionError
 
@@ -238,21 +236,19 @@ def test_a_row_has_what_its_agent_was_told(seed: int, stops: bool, monkeypatch: 
     )
     limits = (MOST_PROMPT, MOST_PROMPT + MOST_BEHIND)
     agents = Agents(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), 0, "prompt", None, *limits)
-    nothing, rows = torch.zeros(0, dtype=torch.int64), range(rng.randint(1, 6))
-    prompts = PromptBatch(nothing, torch.tensor([0]), ("",), {}, (None,))
-    sessions = agents.conversations(prompts, torch.tensor([len(rows)]), always(MOST_BEHIND), (1,))
-    taking = TurnTaking(LeaderBroadcast(None, 0), sessions, agents.counts, several)
-    requests = [Request([], seed=row) for row in rows]
+    taking = TurnTaking(agents, LeaderBroadcast(None, 0), room=1 << 30)
+    episode = Episode({}, None, MOST_BEHIND, "")
+    rows = [NewRow(Request([], seed=row), episode, row) for row in range(rng.randint(1, 6))]
     if stops:
-        found = with_stops(taking, Drawn(rng), requests)
+        found = with_stops(taking, Drawn(rng), rows)
     else:
-        found = dict(taking.stream(Drawn(rng), requests, rows, [None]))
-    pool.wait(meanwhile=sessions.end)
+        found = dict(taking.stream(Drawn(rng), rows, [None]))
+    pool.wait(meanwhile=taking._answers.end)
     agents.server.close()
-    assert sorted(found) == list(rows)
+    assert sorted(found) == list(range(len(rows)))
     for row, response in found.items():
         if math.isnan(response.rewards[0]):
-            assert not any(response.sampled), "a row that has failed"
+            assert not any(response.flags), "a row that has failed"
             continue
         told, has = pool.clients[row].told, turns_of(response)
         assert not told.answers - has

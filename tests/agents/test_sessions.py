@@ -17,11 +17,10 @@ import torch
 from hybridflow.agents.sessions import Agents, Sessions
 from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.engine import Response
+from hybridflow.rollout.row import ENDED, Row
 from hybridflow.rollout.rows import TurnEvent
 from tests.environments.tiny_chat import END, make_tokenizer
 from tests.rollout.turn_rows import DrivenRows
@@ -64,11 +63,10 @@ class GivenAgents:
         return found
 
 
-def rows_of_a_prompt(count: int) -> tuple[PromptBatch, torch.Tensor, LengthBuckets[int], tuple[int]]:
-    """A rollout, as `Agents.conversations` takes it."""
-    empty = torch.zeros(0, dtype=torch.int64)
-    prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
-    return prompts, torch.tensor([count]), always(32), (1,)
+def driven(shared: Agents, count: int, *, room: int = 1 << 30) -> DrivenRows:
+    """So many rows of one prompt, which their agents bring."""
+    prompt = PromptBatch(torch.zeros(0, dtype=torch.int64), torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
+    return DrivenRows(shared, prompt, count, 32, room=room)
 
 
 class Rows:
@@ -90,8 +88,8 @@ class Rows:
             max_prompt_length=16,
             max_model_len=64,
         )
-        self.sessions: Sessions = shared.conversations(*rows_of_a_prompt(count))
-        self.driven = DrivenRows(self.sessions, [[]] * count, several=shared.several, room=room)
+        self.driven = driven(shared, count, room=room)
+        self.sessions: Sessions = self.driven.answers
         self.door, self.threads = shared.server, ThreadPoolExecutor(10)
         assert self.driven.rows.take_events() == []
 
@@ -163,7 +161,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
     first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
     assert rows.replies() == [TurnEvent(0, FIRST, 3)]
     own = ids(f"3{END}")
-    rows.driven.say(0, Response(list(own), [-0.25, -1.5], truncated=False))
+    rows.driven.say(0, Row(list(own), [-0.25, -1.5], state=ENDED))
     body = first.result(60).json()
     assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9} and body["request_id"]
     assert body["choices"] == [
@@ -541,7 +539,7 @@ def test_requests_wait_while_the_engine_does_something_else() -> None:
         rows.driven.rows.cut(row, 0, ids("3"), [-0.5])
     rows.sessions.pause()
     asks = rows.ask(USER, row=2)
-    meanwhile = DrivenRows(rows.shared.conversations(*rows_of_a_prompt(1)), [[]])
+    meanwhile = driven(rows.shared, 1)
     evaluated = rows.ask(USER, row=3)
     assert [event.row for event in meanwhile.events(wait=True)] == [0]
     meanwhile.said(0, ids(f"5{END}"), truncated=False)
@@ -559,9 +557,9 @@ def test_requests_wait_while_the_engine_does_something_else() -> None:
     while len(events) < 2:
         events |= {event.row: event for event in rows.replies()}
     assert events == {1: TurnEvent(1, drops=True), 2: TurnEvent(2, FIRST, 32)}, "none has failed"
-    assert rows.driven.rows[1].sequences[0].token_ids == []
+    assert rows.driven.rows[1].branches[0].token_ids == []
     rows.driven.rows.hear(0, 0, ids(f"4{END}"), [-0.5] * 2)
-    rows.sessions.said(rows.driven.rows[0], 0, Response(list(ids(f"34{END}")), [-0.5] * 3, truncated=False))
+    rows.sessions.said(rows.driven.rows[0], 0, Row(list(ids(f"34{END}")), [-0.5] * 3, state=ENDED))
     assert said(waits)["content"] == "34" and waits.result().json()["usage"]["completion_tokens"] == 3
     rows.driven.said(2, ids(f"6{END}"), truncated=False)
     assert said(asks)["content"] == "6"

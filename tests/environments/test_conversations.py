@@ -9,7 +9,6 @@ import torch
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.environments import time_limits
@@ -61,7 +60,7 @@ def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[TurnEven
     shared = Environments(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), rank=0)
     ids = torch.tensor(TOKENIZER(f"<|user|>1+1={END}<|assistant|>", add_special_tokens=False)["input_ids"])
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {}, ([USER],))
-    rows = DrivenRows(shared.conversations(prompts, torch.tensor([1]), always(32), (1,)), [ids.tolist()])
+    rows = DrivenRows(shared, prompts, 1, 32)
     assert rows.events(wait=False) == [TurnEvent(0, max_tokens=32)]
     rows.said(0, TOKENIZER(f"3{END}", add_special_tokens=False)["input_ids"], truncated=False)
     return rows.events(wait=True)
@@ -128,8 +127,7 @@ def manual(count: int, *, most_at_once: int = 100, room: int = 100, **more: Any)
     shared = Environments(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), rank=0)
     ids = torch.tensor(TOKENIZER(f"<|user|>1+1={END}<|assistant|>", add_special_tokens=False)["input_ids"])
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {}, ([USER],))
-    conversations = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
-    return pool, DrivenRows(conversations, [ids.tolist()] * count, room=room)
+    return pool, DrivenRows(shared, prompts, count, 32, room=room)
 
 
 THREE = TOKENIZER(f"3{END}", add_special_tokens=False)["input_ids"]

@@ -8,7 +8,6 @@ import torch
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.message_forms import short_id
@@ -67,7 +66,7 @@ def written(template: str, said: str, capsys: pytest.CaptureFixture[str]) -> tup
     shared = Environments(HerePool(config), continues, parser, tokenizer.decode, frozenset({continues.end}), rank=0)
     ids = torch.tensor(continues.first_tokens([ASK], {}))
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {"question": ("1+1=",)}, ([ASK],))
-    rows = DrivenRows(shared.conversations(prompts, torch.tensor([1]), always(9000), (1,)), [ids.tolist()])
+    rows = DrivenRows(shared, prompts, 1, 9000)
     rows.events(wait=False)
     turn = [*tokenizer(said, add_special_tokens=False)["input_ids"], continues.end]
     rows.said(0, turn, truncated=False)

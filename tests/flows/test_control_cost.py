@@ -18,8 +18,9 @@ from hybridflow.flows.finite import NonFinite, check_finite
 from hybridflow.flows.ppo import PPOBatchWithReference
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import batch_metrics
-from hybridflow.rollout.engine import Request, Response
+from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import RolloutRequest, replica_responses, whole_rollout
+from hybridflow.rollout.row import CUT, ENDED, Row
 from tests.counted import CountedOperations
 
 TOKENS = 20  # of a response
@@ -37,7 +38,8 @@ class Engine:
 
     def stream(self, requests: list[Request], params: Any, *, stepped: Any) -> Any:
         for i, request in enumerate(requests):
-            yield i, Response([request.prompt[0] + t for t in range(TOKENS)], [-0.5] * TOKENS, truncated=i % 2 == 0)
+            tokens = [request.prompt[0] + t for t in range(TOKENS)]
+            yield i, Row(tokens, [-0.5] * TOKENS, state=ENDED if i % 2 else CUT, calls=1)
 
 
 def request_of(num_rows: int) -> RolloutRequest:
@@ -66,11 +68,11 @@ def test_the_rollout_has_the_responses_where_they_belong(exchange: Exchange) -> 
 
 def test_seeds_are_of_run_iteration_prompt_and_sample() -> None:
     request = RolloutRequest(**{**vars(request_of(8)), "first_prompt": 5})
-    rows, asked = request.of_prompts([1])
-    again = RolloutRequest(**{**vars(request), "seed": (1, 2, 1)}).of_prompts([1])[1]
-    later = RolloutRequest(**{**vars(request), "first_prompt": 4}).of_prompts([0, 1])
-    assert rows == [4, 5, 6, 7] and later[0] == list(range(8))
-    assert [each.seed for each in later[1][4:]] != [each.seed for each in asked]
+    of_rows = request.of_prompts([1])
+    again = RolloutRequest(**{**vars(request), "seed": (1, 2, 1)}).of_prompts([1]).values()
+    later, asked = RolloutRequest(**{**vars(request), "first_prompt": 4}).of_prompts([0, 1]), list(of_rows.values())
+    assert list(of_rows) == [4, 5, 6, 7] and list(later) == list(range(8))
+    assert [later[row].seed for row in of_rows] != [each.seed for each in asked]
     assert len({each.seed for each in (*asked, *again)}) == 8
     assert [each.prompt for each in asked] == [[2, 3]] * 4
 

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.row import Row
 
 
-def responses_of(engine: RolloutEngine, requests: list[Request], params: Sequence[Any]) -> list[Response]:
+def responses_of(engine: RolloutEngine, requests: list[Request], params: Sequence[Any]) -> list[Row]:
     """params: by bucket."""
     found = dict(engine.stream(requests, params))
     return [found[i] for i in range(len(requests))]

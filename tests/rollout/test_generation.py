@@ -10,8 +10,9 @@ from hybridflow.config import SamplingConfig
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.parallel.platform import Platform
 from hybridflow.rollout import engine as engine_module
-from hybridflow.rollout.engine import Response, RolloutEngine
+from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import RolloutRequest, prompts_of_replicas, replica_responses, responses_to
+from hybridflow.rollout.row import CUT, ENDED, SAMPLED, Row
 
 
 def prompts(lengths: list[int]) -> PromptBatch:
@@ -53,9 +54,9 @@ def test_prompts_that_are_much_longer_than_their_responses_count() -> None:
 def test_a_row_brings_its_prompt_where_that_has_no_tokens() -> None:
     """The prompt is what stands before the first token of the policy; all of a row that has none, as it has failed."""
     responses = [
-        Response([1, 2, 3, 4, 5], [0.0, 0.0, -0.3, 0.0, -0.5], False, sampled=[False, False, True, False, True]),
-        Response([6, 7], [0.0, -0.7], True, sampled=[False, True]),
-        Response([8], [0.0], False, sampled=[False]),
+        Row([1, 2, 3, 4, 5], [0.0, 0.0, -0.3, 0.0, -0.5], bytearray([0, 0, SAMPLED, 0, SAMPLED]), state=ENDED),
+        Row([6, 7], [0.0, -0.7], bytearray([0, SAMPLED]), state=CUT),
+        Row([8], [0.0], bytearray([0]), state=ENDED),
     ]
     batch = responses_to(prompts([0, 0]), [0, 1], torch.tensor([2, 1]), responses)
     assert batch.input_ids.tolist() == list(range(1, 9)) and batch.lengths.tolist() == [5, 2, 1]
@@ -67,7 +68,7 @@ def test_a_row_brings_its_prompt_where_that_has_no_tokens() -> None:
 
 def test_a_prompt_that_is_known_ends_where_it_ends() -> None:
     """Also where somebody else writes first behind that prompt."""
-    responses = [Response([3, 4], [0.0, -0.4], False, sampled=[False, True])]
+    responses = [Row([3, 4], [0.0, -0.4], bytearray([0, SAMPLED]), state=ENDED)]
     batch = responses_to(prompts([2]), [0], torch.tensor([1]), responses)
     assert batch.prompt_lengths.tolist() == [2] and batch.response_mask.tolist() == [False, False, False, True]
 
@@ -111,7 +112,7 @@ def test_a_rollout_leaves_torchs_random_state_and_copies_parameters_once() -> No
     found = replica_responses(engine, [params], request, [0, 1])
     assert torch.equal(torch.get_rng_state(), before)
     assert len(set(engine._engine.drawn)) == 4  # the state goes on from step to step
-    assert [r.token_ids for r in found.responses] == [[5]] * 4
+    assert [row.token_ids for row in found.values()] == [[5]] * 4
     asked = [own for _, own in engine._engine.asked]
     assert len({own.seed for own in asked}) == 4 and params.seed is None
     assert all(own.stop_token_ids is params.stop_token_ids for own in asked)

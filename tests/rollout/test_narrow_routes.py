@@ -23,11 +23,11 @@ from hybridflow.models.micro_batch import padding, prediction_micro_batches
 from hybridflow.models.routing import RoutingSizes, as_record, is_recorded, replayed, routing_of
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.partial import PartialGroup, PartialRow, ReplicaWork, Segment, UnderWay, pieces_of_groups
+from hybridflow.rollout.partial import PartialGroup, ReplicaWork, UnderWay, pieces_of_groups
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
 from hybridflow.rollout.routing_records import RoutingRecords
-from hybridflow.rollout.segments import with_pieces
+from hybridflow.rollout.row import ENDED, Row
 from tests.worlds import world_of_one
 
 NUM_LAYERS, CHOSEN, LENGTHS = 6, 4, (7, 12, 9, 7, 11, 10)
@@ -146,7 +146,7 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
     sizes = sizes_of(num_experts)
     second, layout, layers = chosen_experts(9, sizes), Layout(1, 1, 1, (0,)), tuple(range(NUM_LAYERS))
     parts = [[4] * 4, [5] * 3], torch.from_numpy(second).split([6, 3])  # a prompt of three tokens, and two segments
-    under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [PartialRow()])])
+    under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [Row()])])
     records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
     lengths, prompts = torch.tensor([10]), torch.tensor([3])
     mask, one = response_mask(lengths, prompts), torch.zeros(1, dtype=torch.int64)
@@ -154,10 +154,12 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
     watched = NothingWider(sizes, 10)
     with watched:
         for token_ids, found in zip(*parts, strict=True):
-            segment = Segment(token_ids, [-1.0] * len(token_ids), 1)
-            own = {(0, 0): Segment(token_ids, segment.log_probs, 1, experts=found)}
-            work = [ReplicaWork((0,), 1, frozenset())]
-            under_way.add(with_pieces(under_way, {(0, 0): segment}, own, work), 0)
+            added, own = (
+                {(0, 0): Row(token_ids, [-1.0] * len(token_ids), state=ENDED, calls=1, experts=experts)}
+                for experts in (None, found)
+            )
+            under_way.record(added, own, [ReplicaWork((0,), 1, frozenset())])
+            under_way.add(added, 0)
         engines = RolloutLayout(1, 1, ((0,),))
         kept = records.keep(batch, Recorded(pieces_of_groups(under_way.groups), engines, (layers,)))
         of_file = records.of_file(Recorded(under_way.pieces(), engines, (layers,)))
@@ -193,7 +195,7 @@ def test_a_file_of_former_versions_has_the_same_experts(tmp_path: Any) -> None:
     read = load_file(tmp_path / "file")
     assert read["old"].dtype == torch.int16 and read["new"].dtype == torch.uint16
     assert torch.equal(as_record(read["old"]), found) and torch.equal(as_record(read["new"]), found)
-    group = PartialGroup(0, 0, 1, [1, 2, 3], [PartialRow([4] * 7, [0.0] * 7, [0] * 7, 1, flags=[1] * 7)])
+    group = PartialGroup(0, 0, 1, [1, 2, 3], [Row([4] * 7, [0.0] * 7, versions=[0] * 7, calls=1)])
     tensors = UnderWay([group]).tensors()
     for dtype in (torch.int16, torch.uint16):
         again = UnderWay.of_tensors({**tensors, "routed_experts": found.view(dtype)})
@@ -205,7 +207,7 @@ def test_the_recorders_of_all_replicas_take_turns_with_the_rows_of_a_file() -> N
     """A row that has no token yet has no experts."""
     sizes, lengths = sizes_of(300), (7, 0, 4, 5)
     experts = torch.from_numpy(chosen_experts(sum(length + 2 for length in lengths if length), sizes))
-    rows = [PartialRow([4] * n, [0.0] * n, [0] * n, 1, flags=[1] * n) for n in lengths]
+    rows = [Row([4] * n, [0.0] * n, versions=[0] * n, calls=1) for n in lengths]
     tensors = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], rows)]).tensors() | {"routed_experts": experts}
     parts = iter(experts.split([9, 6, 7]))
     expected = [next(parts) if length else None for length in lengths]

@@ -10,7 +10,8 @@ from hybridflow.errors import RewardError, Stopped
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout import known_failures
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.rows import EngineCall, ReplicaRows, RowRecord, TurnEvent
+from hybridflow.rollout.row import BEGINS, SAMPLED, Row
+from hybridflow.rollout.rows import EngineCall, OpenRow, ReplicaRows, TurnEvent
 from hybridflow.rollout.turns import LeaderBroadcast
 from tests.launch import run_ranks
 from tests.rollout.turns_worker import LISTS
@@ -74,11 +75,19 @@ def test_only_errors_of_whole_replicas_wait_for_the_other_ranks(
     assert not met
 
 
-def row_record(prompt: list[int], *, several: bool = False) -> RowRecord:
-    return RowRecord(0, 0, Request(prompt, seed=7, bucket=1), several=several)
+def row_record(prompt: list[int], *, several: bool = False) -> OpenRow:
+    return OpenRow(0, 0, Request(prompt, seed=7, bucket=1), several=several)
 
 
-def asked(row: RowRecord, *token_ids: int, branch: int = 0) -> Request:
+def sampled(row: Row) -> list[bool]:
+    return [bool(flag & SAMPLED) for flag in row.flags]
+
+
+def starts(row: Row) -> list[int]:
+    return [place for place, flag in enumerate(row.flags) if flag & BEGINS]
+
+
+def asked(row: OpenRow, *token_ids: int, branch: int = 0) -> Request:
     """What the engine is asked once these tokens stand in a sequence."""
     [call] = row.apply(TurnEvent(0, token_ids, max_tokens=9, branch=branch))
     assert call.request is not None and call.max_tokens == 9
@@ -94,9 +103,9 @@ def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     third = asked(row)
     assert (first.prompt, second.prompt, third.prompt) == ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert len({first.seed, second.seed, third.seed}) == 3 and first.seed == 7 and second.bucket == 1
-    found = row.response(TurnEvent(0, ends=True, truncated=True, rewards=(1.0,)))
-    assert found.token_ids == [3, 4, 5, 6] and found.sampled == [True, True, False, True] and found.truncated
-    assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and found.branch_starts == ()
+    found = row.ended(TurnEvent(0, ends=True, truncated=True, rewards=(1.0,)))
+    assert found.token_ids == [3, 4, 5, 6] and sampled(found) == [True, True, False, True] and found.truncated
+    assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and starts(found) == []
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -106,15 +115,15 @@ def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it(several: 
     for each in (row, other):
         asked(each)
         each.hear(0, [3], [-0.1])
-    first = row.sequences[0]
+    first = row.branches[0]
     asked(row, 4)
     row.hear(0, [5], [-0.2])
     assert row.apply(TurnEvent(0, drops=True)) == [], "the engine has ended that turn"
-    assert (first.token_ids, first.log_probs, first.sampled) == ([3], [-0.1], [True]) and not first.speaks
+    assert (first.token_ids, first.log_probs, first.flags) == ([3], [-0.1], bytearray([SAMPLED])) and not first.speaks
     for token in (6, 4):
         again, expected = asked(row, token), asked(other, token)
         assert again == expected and again.prompt == [1, 3, token] and first.speaks
-        assert first.asked == other.sequences[0].asked + 1
+        assert first.asked == other.branches[0].asked + 1
         assert row.apply(TurnEvent(0, drops=True)) == [EngineCall(f"0.0.{first.asked}")]
         other.apply(TurnEvent(0, drops=True))
     assert (first.token_ids, row.turn) == ([3], 1)
@@ -126,11 +135,12 @@ def test_the_end_of_a_row_aborts_what_the_engine_is_at() -> None:
     row.hear(0, [3], [-0.1])
     asked(row, 9, branch=1)
     assert row.apply(TurnEvent(0, (4,), ends=True, drops=True)) == [EngineCall("0.1.1")]
-    assert row.sequences[0].token_ids == [3, 4] and row.sequences[1].token_ids == []
+    assert row.branches[0].token_ids == [3, 4] and row.branches[1].token_ids == []
 
 
 def test_turns_that_the_engine_has_are_counted() -> None:
-    rows = ReplicaRows([Request([1], seed=7), Request([1], seed=8)], [4, 6], several=True)
+    rows = ReplicaRows(several=True)
+    rows.admit([Request([1], seed=7), Request([1], seed=8)], [4, 6])
     for event in (TurnEvent(0), TurnEvent(1), TurnEvent(1, (5,), branch=1)):
         rows.apply(event)
     assert rows.num_speaking == 3 and [record.of_rollout for record in rows.records] == [4, 6]
@@ -147,12 +157,12 @@ def test_nothing_of_a_failed_row_is_the_policys() -> None:
     row.hear(0, [3, 4], [-0.1, -0.2])
     asked(row, 8, 9, branch=1)
     row.hear(1, [5], [-0.3])
-    found = row.response(TurnEvent(0, ends=True, failed=True, rewards=(float("nan"),)))
-    assert found.sampled == [False, False] and found.log_probs == [0.0, 0.0] and found.token_ids == [3, 4]
-    assert found.branch_starts == ()
+    found = row.ended(TurnEvent(0, ends=True, failed=True, rewards=(float("nan"),)))
+    assert sampled(found) == [False, False] and found.log_probs == [0.0, 0.0] and found.token_ids == [3, 4]
+    assert starts(found) == []
 
 
-def row_of(*order: int, prompt: bool = True) -> tuple[RowRecord, dict[int, int]]:
+def row_of(*order: int, prompt: bool = True) -> tuple[OpenRow, dict[int, int]]:
     """Sequences begin in this order, each with its number twice, or three times from 30 on; their seeds by number.
 
     prompt: before them one begins with the row's prompt.
@@ -171,19 +181,19 @@ def row_of(*order: int, prompt: bool = True) -> tuple[RowRecord, dict[int, int]]
 def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10), row_of(10, 30, 20)
     assert seeds == others and len(set(seeds.values())) == 3
-    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found == other.response(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found.token_ids == [3, 10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (1, 4, 7)
-    assert found.sampled == [True, *[False, False, True] * 2, False, False, False, True]
+    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found.token_ids == [3, 10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and starts(found) == [1, 4, 7]
+    assert sampled(found) == [True, *[False, False, True] * 2, False, False, False, True]
     assert found.log_probs == [-0.1, 0, 0, -1.0, 0, 0, -2.0, 0, 0, 0, -3.0]
 
 
 def test_so_have_those_of_a_row_without_a_prompt() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10, prompt=False), row_of(10, 30, 20, prompt=False)
     assert seeds == others
-    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found == other.response(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found.token_ids == [10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (3, 6)
+    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found.token_ids == [10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and starts(found) == [3, 6]
 
 
 def test_a_fork_draws_the_same_whoever_comes_first() -> None:
@@ -216,12 +226,13 @@ def test_a_branch_without_an_answer_is_left_out() -> None:
     row, _ = row_of(20)
     asked(row, 9, branch=2)
     row.apply(TurnEvent(0, drops=True, branch=2))
-    assert row.response(TurnEvent(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
+    assert starts(row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))) == [1]
 
 
 def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
     """The engine reads all tokens of the row; the limits count over the parts, and a version is a token's own."""
-    rows = ReplicaRows([Request([1, 2], seed=7, bucket=1)], [0])
+    rows = ReplicaRows()
+    rows.admit([Request([1, 2], seed=7, bucket=1)], [0])
     row = rows[0]
     rows.apply(TurnEvent(0, max_tokens=9))
     rows.hear(0, 0, [3], [-0.1])
@@ -241,9 +252,9 @@ def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
     rows.go_on(2)
     rows.hear(0, 0, [9], [-0.5])
     assert row.resumed() == [] and rows.num_speaking == 0 and row.turn == 2
-    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
+    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [3, 4, 5, 6, 8, 9] and found.log_probs == [-0.1, 0.0, -0.2, -0.3, -0.4, -0.5]
-    assert found.versions == [0, 0, 0, 0, 1, 2] and found.sampled == [True, False, True, True, True, True]
+    assert found.versions == [0, 0, 0, 0, 1, 2] and sampled(found) == [True, False, True, True, True, True]
 
 
 def test_a_turn_that_is_dropped_goes_with_all_parts() -> None:
@@ -254,6 +265,6 @@ def test_a_turn_that_is_dropped_goes_with_all_parts() -> None:
     [resumed] = row.resumed()
     assert resumed.request is not None and resumed.request.seed == request_seed(first.seed, 0, 1)
     assert row.apply(TurnEvent(0, drops=True)) == [EngineCall("0.0.1")]
-    assert row.sequences[0].token_ids == row.sequences[0].versions == [] and row.resumed() == []
+    assert row.branches[0].token_ids == row.branches[0].versions == [] and row.resumed() == []
     again = asked(row)
-    assert (again, again.num_before) == (first, 0) and row.sequences[0].segments == 0
+    assert (again, again.num_before) == (first, 0) and row.branches[0].calls == 0

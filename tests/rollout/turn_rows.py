@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 
-from hybridflow.rollout.engine import Request, Response
+from hybridflow.batch import PromptBatch
+from hybridflow.config.length_buckets import always
+from hybridflow.rollout.engine import Request
+from hybridflow.rollout.row import CUT, ENDED, Row
 from hybridflow.rollout.rows import ReplicaRows, TurnEvent
-from hybridflow.rollout.turns import Answers
+from hybridflow.rollout.turns import EnvironmentRows, episodes_of
 
 
 class DrivenRows:
-    """prompts: tokens of each row's prompt."""
+    """So many rows of one prompt. limit: tokens behind the prompt."""
 
     def __init__(
-        self, answers: Answers, prompts: Sequence[Sequence[int]], *, several: bool = False, room: int = 1 << 30
-    ):
-        requests = [Request(list(ids), seed=row) for row, ids in enumerate(prompts)]
-        self.answers, self.rows = answers, ReplicaRows(requests, range(len(requests)), several=several, room=room)
-        answers.begin(self.rows)
+        self, shared: EnvironmentRows, prompt: PromptBatch, count: int, limit: int, *, room: int = 1 << 30
+    ) -> None:
+        [ids], [episode] = prompt.token_lists(), episodes_of(prompt, always(limit), (1,))
+        self.rows = ReplicaRows(several=shared.several, room=room)
+        self.answers = shared.answers(self.rows)
+        records = self.rows.admit([Request(ids, seed=row) for row in range(count)], range(count))
+        self.answers.admit(records, [episode] * count)
 
     def events(self, *, wait: bool) -> list[TurnEvent]:
         self.answers.work(wait=wait)
@@ -23,8 +28,8 @@ class DrivenRows:
 
     def said(self, row: int, token_ids: Sequence[int], *, truncated: bool, branch: int = 0) -> None:
         """A turn of the model, each token with a log-prob of -0.5."""
-        self.say(row, Response(list(token_ids), [-0.5] * len(token_ids), truncated), branch)
+        self.say(row, Row(list(token_ids), [-0.5] * len(token_ids), state=CUT if truncated else ENDED), branch)
 
-    def say(self, row: int, turn: Response, branch: int = 0) -> None:
+    def say(self, row: int, turn: Row, branch: int = 0) -> None:
         self.rows.hear(row, branch, turn.token_ids, turn.log_probs)
         self.answers.said(self.rows[row], branch, turn)
