@@ -14,7 +14,7 @@ from hybridflow.recording.marked_turns import ANOTHER, marked
 from hybridflow.recording.samples import _turns
 from hybridflow.recording.turns import turn_metrics
 from hybridflow.rollout.generation import responses_to
-from hybridflow.rollout.row import BEGINS, CUT, ENDED, Row
+from hybridflow.rollout.row import BEGINS, CUT, ENDED, RolloutRow
 from tests.rollout.test_generation import prompts
 
 CPU = torch.device("cpu")
@@ -27,9 +27,11 @@ def whole() -> RolloutBatch:
     2 3 4 5: p p s s | . s s | . . . s      11 ...: p p s      14 ...: p p s | . . s
     """
     responses = [
-        Row([11, 12, 20, 21, 22, 30, 31, 32, 33], [-1.0] * 9, flags("110110001", 2, 5), state=ENDED, rewards=(1.0,)),
-        Row([41], [-1.0], flags("1"), state=ENDED, rewards=(0.0,)),
-        Row([51, 60, 61, 62], [-1.0] * 4, flags("1001", 1), state=CUT, rewards=(2.0,)),
+        RolloutRow(
+            [11, 12, 20, 21, 22, 30, 31, 32, 33], [-1.0] * 9, flags("110110001", 2, 5), state=ENDED, rewards=(1.0,)
+        ),
+        RolloutRow([41], [-1.0], flags("1"), state=ENDED, rewards=(0.0,)),
+        RolloutRow([51, 60, 61, 62], [-1.0] * 4, flags("1001", 1), state=CUT, rewards=(2.0,)),
     ]
     batch = responses_to(prompts([2, 2]), [0, 1], torch.tensor([2, 1]), responses)
     return replace(batch, environment_rewards=torch.tensor([[1.0], [0.0], [2.0]]))

@@ -30,7 +30,7 @@ from hybridflow.environments.pool import AgentPool
 from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeLimits
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import Branch, OpenRow, ReplicaRows, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Episode, TurnCounts
@@ -135,7 +135,7 @@ class Sessions:
     def abandon(self) -> None:
         self._pool.finish_all(session.record.worker for session in self._left.values())
 
-    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
+    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
         session, shared, sequence = self._by_number[row.number], self._shared, row.branches[branch]
         of_sequence, token_ids = session.requests[branch], turn.token_ids
         request, asked = of_sequence.request, of_sequence.asked

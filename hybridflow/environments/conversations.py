@@ -19,7 +19,7 @@ from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeLimits
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import Branch, Message, OpenRow, ReplicaRows, Transcript, TurnEvent
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Episode, TurnCounts
@@ -141,7 +141,7 @@ class Conversations:
     def abandon(self) -> None:
         self._pool.finish_all(conversation.record.worker for conversation in self._under_way.values())
 
-    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
+    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
         conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
         ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
         conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))

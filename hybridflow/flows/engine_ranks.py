@@ -31,7 +31,7 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.generation import RolloutRequest
 from hybridflow.rollout.routing_records import RoutingRecords
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 
 STEPS = 16  # of the engine between two looks whether the run ends
 GENERATE = "generate"
@@ -50,7 +50,7 @@ class _UntilTheEnd:
     leader: int
     steps: int = field(default=0)
 
-    def on_response(self, row: int, response: Row) -> None:
+    def on_response(self, row: int, response: RolloutRow) -> None:
         """See `RolloutListener`."""
 
     def on_engine_step(self) -> None:
@@ -64,7 +64,7 @@ class _UntilTheEnd:
         if ends:
             raise _RunEnds
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[RolloutRow]) -> None:
         """See `RolloutListener`."""
 
     def on_failure(self) -> None:
@@ -134,7 +134,7 @@ class EngineRanks:
         self._watchdog, self._watch = watchdog, watch
         self._draw: PromptDraw | None = None
         self._asked: RolloutRequest | None = None
-        self._own: Mapping[int, Row] = {}
+        self._own: Mapping[int, RolloutRow] = {}
         self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
 
     def serve(self) -> None:

@@ -35,7 +35,7 @@ from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.base import Role
 from hybridflow.roles.precomputed_scores import PrecomputedScores, ScoringUnits, cut_in_units, tokens_of_units
 from hybridflow.rollout.generation import prompts_of_replicas, responses_to
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 
 PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
@@ -67,7 +67,7 @@ class _Unfinished:
     rows: tuple[int, ...]
     responses: dict[int, list[int]]
 
-    def add(self, row: int, response: Row) -> bool:
+    def add(self, row: int, response: RolloutRow) -> bool:
         """Whether it was the last."""
         self.responses[row] = response.token_ids
         return len(self.responses) == len(self.rows)
@@ -146,7 +146,7 @@ class OverlappedScoring:
 
     # ---- while it is generated
 
-    def on_response(self, row: int, response: Row) -> None:
+    def on_response(self, row: int, response: RolloutRow) -> None:
         """See `RolloutListener`. Calls the functions after the last response to a prompt."""
         group = self._of_prompts.get(row)
         if group is not None and group.add(row, response):
@@ -172,7 +172,7 @@ class OverlappedScoring:
         if self._board is not None:
             self._board.done()
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[RolloutRow]) -> None:
         """See `RolloutListener`. Run units of scoring, one after the other, until all replicas have generated."""
         if not self._models:
             return
@@ -320,6 +320,6 @@ def _places_within(units: ScoringUnits, some: list[int]) -> dict[int, Tensor]:
     return {unit: torch.tensor([places[row] for row in units.rows[unit]], dtype=torch.int64) for unit in some}
 
 
-def _without_log_probs(token_ids: Sequence[int]) -> Row:
+def _without_log_probs(token_ids: Sequence[int]) -> RolloutRow:
     """No model looks at the engine's log-probs, nor at why a response ended."""
-    return Row(list(token_ids), [0.0] * len(token_ids))
+    return RolloutRow(list(token_ids), [0.0] * len(token_ids))

@@ -40,7 +40,7 @@ from hybridflow.rollout.generation import check_rows
 from hybridflow.rollout.partial import PartialGroup, UnderWay, pieces_of_groups, rollout_of_groups
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
-from hybridflow.rollout.row import RUNNING, Row
+from hybridflow.rollout.row import RUNNING, RolloutRow
 from hybridflow.rollout.turns import TurnCounts
 
 UNDER_WAY = "under_way"  # in `RunState.kept`
@@ -94,7 +94,7 @@ class Partial:
         draw = self._data.draw(position, self._most - len(self._under_way.groups))
         samples = self._config.sampling.samples.for_lengths(draw.batch.lengths.tolist())
         for place, (number, ids) in enumerate(zip(draw.numbers, draw.batch.token_lists(), strict=True)):
-            rows = [Row() for _ in range(samples[place])]
+            rows = [RolloutRow() for _ in range(samples[place])]
             self._under_way.groups.append(PartialGroup(number, draw.first + place, self._iteration, ids, rows))
             self._prompts[draw.first + place] = draw.batch.select([place])
         return draw

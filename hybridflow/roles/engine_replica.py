@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from hybridflow.parallel.agreement import check_agreement, digest_bytes
 from hybridflow.rollout.generation import RolloutListener
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 
 DRAWN = "what the ranks of an engine replica have drawn"
 
 
-def check_drawn(rows: Iterable[tuple[object, Row]], replica: dist.ProcessGroup | None) -> None:
+def check_drawn(rows: Iterable[tuple[object, RolloutRow]], replica: dist.ProcessGroup | None) -> None:
     """Raise DisagreementError on all ranks of a replica unless these have the same rows with the same tokens.
 
     Ranks that part run unlike steps, or compute tokens of one rank with keys of another. Collective over the replica,
@@ -31,7 +31,7 @@ class ReleasingListener:
     give_back: Callable[[], None]
     listener: RolloutListener
 
-    def on_response(self, row: int, response: Row) -> None:
+    def on_response(self, row: int, response: RolloutRow) -> None:
         self.listener.on_response(row, response)
 
     def on_engine_step(self) -> None:
@@ -40,6 +40,6 @@ class ReleasingListener:
     def on_failure(self) -> None:
         self.listener.on_failure()
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[RolloutRow]) -> None:
         self.give_back()
         self.listener.on_replica_done(prompts, responses)

@@ -45,7 +45,7 @@ from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Place, ReplicaWork, UnderWay, replica_rows
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnCounts, TurnTaking
 
@@ -307,7 +307,7 @@ class Generator:
         work: Sequence[ReplicaWork],
         *,
         version: int,
-    ) -> dict[Place, Row]:
+    ) -> dict[Place, RolloutRow]:
         """What this rank's replica adds; nothing on a rank without an engine. Collective over the replica.
 
         Where an environment answers these are whole rows: others stay here, with who answers them.
@@ -320,7 +320,9 @@ class Generator:
         if self._environments is None:
             return replica_rows(self.engine, params, requests, part)
         turns = self._open_rows = self._open_rows or self._turns(self._environments, self.engine)
-        new = under_way.new_rows(requests, turns.open_rows, prompts, config.sampling.limits, config.seed)
+        new = under_way.new_rows(
+            requests, turns.open_rows, prompts, limits=config.sampling.limits, run_seed=config.seed
+        )
         places = {under_way.groups[place].position: place for place in part.groups}
         urgent = {under_way.groups[place].position for place in part.urgent}
         ended = turns.until_whole(self.engine, params, new, number=part.number, urgent=urgent, version=version)
@@ -348,9 +350,11 @@ class Generator:
         config, again = self._placed.config, (generation,) if generation else ()
         counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         seed = (config.seed, iteration, *again)
-        return RolloutRequest(prompts, counts, config.sampling, seed, first_prompt, temperature)
+        return RolloutRequest(
+            prompts, counts, config.sampling, seed, first_prompt=first_prompt, temperature=temperature
+        )
 
-    def responses(self, asked: RolloutRequest, listener: RolloutListener | None = None) -> dict[int, Row]:
+    def responses(self, asked: RolloutRequest, listener: RolloutListener | None = None) -> dict[int, RolloutRow]:
         """Those of this rank's replica, by row; none on a rank without an engine. Collective over the replica."""
         if self.engine is None:
             return {}
@@ -362,7 +366,7 @@ class Generator:
         prompts = own[self.layout.coordinates(self._platform.rank).replica]
         return replica_responses(self.engine, params, asked, prompts, listener=listener, turns=turns)
 
-    def gathered(self, asked: RolloutRequest, own: Mapping[int, Row]) -> RolloutBatch:
+    def gathered(self, asked: RolloutRequest, own: Mapping[int, RolloutRow]) -> RolloutBatch:
         """The rollout that was asked for, whole on all ranks. Collective over the world. own: of the replica."""
         check_drawn(own.items(), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}

@@ -26,7 +26,7 @@ from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import prepare_vllm, without_bars
 from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
-from hybridflow.rollout.row import CUT, ENDED, Row
+from hybridflow.rollout.row import CUT, ENDED, RolloutRow
 from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -197,7 +197,7 @@ class RolloutEngine:
         params: "Sequence[SamplingParams]",
         *,
         stepped: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[int, Row]]:
+    ) -> Iterator[tuple[int, RolloutRow]]:
         """(index, response) of each request, in the order in which they finish. params: by bucket.
 
         stepped: called after each step of the engine.
@@ -235,7 +235,7 @@ class RolloutEngine:
         """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
         self._engine.abort_request([name])
 
-    def abort_all(self) -> list[tuple[str, Row]]:
+    def abort_all(self) -> list[tuple[str, RolloutRow]]:
         """All requests end: by the names that `add` was given what each has so far.
 
         vLLM has no output for an aborted request. All ranks of a replica do it after the same step. There are no
@@ -246,7 +246,7 @@ class RolloutEngine:
         found = []
         for name, state in processor.request_states.items():
             token_ids, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
-            row = Row(list(token_ids), list(log_probs), calls=1)
+            row = RolloutRow(list(token_ids), list(log_probs), calls=1)
             if token_ids and name in computed and isinstance(self._routing, SlotRecorder):
                 row.experts = self._routing.experts(name, None, state.prompt_len + len(token_ids) - 1)
             found.append((state.external_req_id, row))
@@ -271,7 +271,7 @@ class RolloutEngine:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
         self._platform.synchronize()
 
-    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Row:
+    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> RolloutRow:
         """Of a request that the last step has finished. name: that `add` gave."""
         found = response_of(output)
         if self._routing is not None:
@@ -327,7 +327,7 @@ def _sampling_params(
     )
 
 
-def response_of(output: "CompletionOutput") -> Row:
+def response_of(output: "CompletionOutput") -> RolloutRow:
     from vllm.logprobs import FlatLogprobs
 
     token_ids, log_probs = list(output.token_ids), output.logprobs
@@ -335,4 +335,4 @@ def response_of(output: "CompletionOutput") -> Row:
     if log_probs.token_ids != token_ids:
         counts = f"{len(token_ids)} tokens and log-probs of {len(log_probs.token_ids)} tokens"
         raise EnvironmentProblem(f"vLLM returned {counts}; every sampled token needs one, and no other token")
-    return Row(token_ids, log_probs.logprobs, state=CUT if output.finish_reason == "length" else ENDED, calls=1)
+    return RolloutRow(token_ids, log_probs.logprobs, state=CUT if output.finish_reason == "length" else ENDED, calls=1)

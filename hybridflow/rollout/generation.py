@@ -31,7 +31,7 @@ from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.recorded import RecordedPiece
-from hybridflow.rollout.row import BEGINS, CUT, OF_TOKENS, SAMPLED, Row, Tensors, gathered, tensors_of
+from hybridflow.rollout.row import BEGINS, CUT, OF_TOKENS, SAMPLED, RolloutRow, Tensors, gathered, tensors_of
 from hybridflow.rollout.turns import NewRow, TurnTaking, episodes_of
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -41,13 +41,13 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 class RolloutListener(Protocol):
     """Hears of responses as they finish, on each rank of the engine replica, and may work while others generate."""
 
-    def on_response(self, row: int, response: Row) -> None:
+    def on_response(self, row: int, response: RolloutRow) -> None:
         """`row` of the rollout, in the order in which they finish."""
 
     def on_engine_step(self) -> None:
         """After each step of the engine."""
 
-    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Row]) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[RolloutRow]) -> None:
         """All responses of this replica are there, prompt after prompt. Others may still run."""
 
     def on_failure(self) -> None:
@@ -114,7 +114,9 @@ class RolloutRequest:
         """(rows,) int64: the prompt of each row."""
         return torch.arange(len(self.prompts)).repeat_interleave(self.counts)
 
-    def pieces(self, rollout: RolloutBatch, own: Mapping[int, Row], num_replicas: int) -> list[list[RecordedPiece]]:
+    def pieces(
+        self, rollout: RolloutBatch, own: Mapping[int, RolloutRow], num_replicas: int
+    ) -> list[list[RecordedPiece]]:
         """Of the engine's experts, by row: each replica has recorded all of the rows of its prompts."""
         of_replicas = enumerate(self.prompts_of_replicas(num_replicas))
         made_by = {prompt: replica for replica, prompts in of_replicas for prompt in prompts}
@@ -133,13 +135,13 @@ def replica_responses(
     *,
     listener: RolloutListener | None = None,
     turns: TurnTaking | None = None,
-) -> dict[int, Row]:
+) -> dict[int, RolloutRow]:
     """The responses to the prompts `own` of the engine's replica, by row. turns: where an environment answers.
 
     params: one entry a bucket of prompt lengths.
     """
     stepped, requests = listener.on_engine_step if listener is not None else lambda: None, request.of_prompts(own)
-    rows, found = list(requests), dict[int, Row]()
+    rows, found = list(requests), dict[int, RolloutRow]()
     if turns is None:
         stream = engine.stream(list(requests.values()), params, stepped=stepped)
     else:
@@ -156,7 +158,7 @@ def replica_responses(
 
 
 def responses_to(
-    prompts: PromptBatch, asked: Sequence[int], num_samples: Tensor, responses: Sequence[Row]
+    prompts: PromptBatch, asked: Sequence[int], num_samples: Tensor, responses: Sequence[RolloutRow]
 ) -> RolloutBatch:
     """The batch of all responses to the prompts `asked`, prompt after prompt. num_samples: of every prompt."""
     index = torch.tensor(asked, dtype=torch.int64)
@@ -166,7 +168,7 @@ def responses_to(
 
 
 def whole_rollout(
-    request: RolloutRequest, own: Mapping[int, Row], *, exchange: Exchange, num_rewards: int = 0
+    request: RolloutRequest, own: Mapping[int, RolloutRow], *, exchange: Exchange, num_rewards: int = 0
 ) -> RolloutBatch:
     """Every replica's rows in one batch: collective. own: what this rank contributes; of a replica one rank does so.
 

@@ -30,13 +30,14 @@ from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.generation import PROMPT_TOKENS_A_STEP, joined_rollout
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS
-from hybridflow.rollout.row import OF_TOKENS, RUNNING, Row, gathered, rows_of, tensors_of
+from hybridflow.rollout.row import OF_TOKENS, RUNNING, RolloutRow, gathered, rows_of, tensors_of
 from hybridflow.rollout.turns import NewRow, RowKey, episodes_of
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
 
 Place = tuple[int, int]  # of a row: its group's place, and the sample
+Rows = Mapping[Place, RolloutRow]
 
 
 @dataclass
@@ -50,7 +51,7 @@ class PartialGroup:
     position: int
     iteration: int
     prompt: list[int]
-    rows: list[Row]
+    rows: list[RolloutRow]
     replica: int | None = None
 
     @property
@@ -146,6 +147,7 @@ class UnderWay:
         requests: Mapping[Place, Request],
         begun: Set[RowKey],
         prompts: Mapping[int, PromptBatch],
+        *,
         limits: LengthBuckets[int],
         run_seed: int,
     ) -> dict[RowKey, NewRow]:
@@ -159,7 +161,7 @@ class UnderWay:
                 new[group.position, sample] = NewRow(request, episode, group.position * len(group.rows) + sample)
         return new
 
-    def gathered(self, own: Mapping[Place, Row], exchange: Exchange, num_rewards: int = 0) -> dict[Place, Row]:
+    def gathered(self, own: Rows, exchange: Exchange, num_rewards: int = 0) -> dict[Place, RolloutRow]:
         """What all replicas add: collective. own: what this rank contributes; of a replica one rank does so.
 
         num_rewards: parts of the reward that an environment gives; 0: there is none.
@@ -171,7 +173,7 @@ class UnderWay:
         whole = rows_of(gathered(known, len(places), exchange, num_rewards=num_rewards, names=names))
         return {place: row for place, row in zip(places, whole, strict=True) if row.calls}
 
-    def record(self, added: Mapping[Place, Row], own: Mapping[Place, Row], work: Sequence[ReplicaWork]) -> None:
+    def record(self, added: Rows, own: Rows, work: Sequence[ReplicaWork]) -> None:
         """Each of these rows gets the piece of the engine's experts that every rank knows of. Local.
 
         own: what this rank's replica adds, with the experts that this rank has recorded. work: of each replica.
@@ -185,7 +187,7 @@ class UnderWay:
                 experts = own[place, sample].experts if (place, sample) in own else None
                 more.pieces = [RecordedPiece(made_by[place], number, experts)]
 
-    def add(self, added: Mapping[Place, Row], version: int) -> None:
+    def add(self, added: Rows, version: int) -> None:
         """To rows by group and sample. version: of the actor that chose tokens without a version."""
         for (place, sample), more in added.items():
             more.versions = more.versions or [version] * len(more.token_ids)
@@ -272,14 +274,14 @@ def replica_rows(
     params: "Sequence[SamplingParams]",
     requests: Mapping[Place, Request],
     work: ReplicaWork,
-) -> dict[Place, Row]:
+) -> dict[Place, RolloutRow]:
     """What the replica adds to rows until enough groups are whole. params: by bucket."""
     names = {
         row: engine.add("{}.{}".format(*row), request, params[request.bucket], max_tokens=None)
         for row, request in requests.items()
     }
     left, whole = Counter(place for place, _ in requests), set[int]()
-    found: dict[Place, Row] = {}
+    found: dict[Place, RolloutRow] = {}
     with preserved_random_state():
         while engine.is_busy and not (len(whole) >= work.number and work.urgent <= whole):
             for output in engine.step():
@@ -298,7 +300,7 @@ def replica_rows(
     return found
 
 
-def _new_experts(more: Row, request: Request) -> Tensor | None:
+def _new_experts(more: RolloutRow, request: Request) -> Tensor | None:
     """Of the tokens that the engine has read again nothing counts but the last one's experts, which had none before."""
     if more.experts is None or not more.token_ids:
         return None

@@ -1,7 +1,7 @@
 """A row of a rollout, from the engine's first token to the batch: one record however rows are generated.
 
-    row = Row([7, 8], [-0.1, -0.2])                     # what a call of the engine has sampled
-    row.take(Row([4], [-0.3], state=ENDED, calls=1))    # what a further call adds
+    row = RolloutRow([7, 8], [-0.1, -0.2])                     # what a call of the engine has sampled
+    row.take(RolloutRow([4], [-0.3], state=ENDED, calls=1))    # what a further call adds
     tensors = gathered({0: row}, 2, exchange)           # rows of all replicas; a file of a checkpoint has the same
     rows = rows_of(tensors)
 
@@ -65,7 +65,7 @@ class Written:
 
 
 @dataclass
-class Row(Written):
+class RolloutRow(Written):
     """rewards: of an environment, NaN of a row that has failed. calls: of the engine that have taken the row on.
 
     experts: (tokens, layers, k) that the engine of this rank has recorded of the row's tokens, in one call.
@@ -83,14 +83,14 @@ class Row(Written):
         """Whether the row has ended at a limit on the length."""
         return self.state == CUT
 
-    def take(self, more: "Row") -> None:
+    def take(self, more: "RolloutRow") -> None:
         """What further calls of the engine add."""
         self.extend(more)
         self.calls, self.state, self.rewards = self.calls + more.calls, more.state, more.rewards
         self.pieces += more.pieces
 
 
-def tensors_of(rows: Sequence[Row], num_rewards: int = 0, names: Sequence[str] = OF_TOKENS) -> dict[str, Tensor]:
+def tensors_of(rows: Sequence[RolloutRow], num_rewards: int = 0, names: Sequence[str] = OF_TOKENS) -> dict[str, Tensor]:
     """rows: (N, 3) int64 of tokens, calls and states. rewards: (N, parts) float32, NaN where a row has none.
 
     names: of the tokens, (T,): token_ids and versions int32, log_probs float32, flags uint8. Without versions where
@@ -105,18 +105,18 @@ def tensors_of(rows: Sequence[Row], num_rewards: int = 0, names: Sequence[str] =
     }
 
 
-def _of_tokens(rows: Sequence[Row], name: str) -> Tensor:
+def _of_tokens(rows: Sequence[RolloutRow], name: str) -> Tensor:
     values = (getattr(row, name) for row in rows)
     if name == "flags":
         return torch.from_numpy(np.asarray(bytearray().join(values), dtype=np.uint8))
     return flat("f" if name == "log_probs" else "i", values)
 
 
-def rows_of(tensors: Tensors) -> list[Row]:
+def rows_of(tensors: Tensors) -> list[RolloutRow]:
     """What `tensors_of` has made tensors of. Without flags the policy chose all tokens; versions may be missing."""
     sizes = tensors["rows"].tolist()
     counts = [count for count, _, _ in sizes]
-    found = [Row(state=state, calls=calls) for _, calls, state in sizes]
+    found = [RolloutRow(state=state, calls=calls) for _, calls, state in sizes]
     for name in (name for name in OF_TOKENS if name in tensors):
         for row, values in zip(found, tensors[name].split(counts), strict=True):
             setattr(row, name, bytearray(values.tolist()) if name == "flags" else values.tolist())
@@ -129,7 +129,12 @@ def rows_of(tensors: Tensors) -> list[Row]:
 
 
 def gathered(
-    own: Mapping[int, Row], num_rows: int, exchange: Exchange, *, num_rewards: int = 0, names: Sequence[str] = OF_TOKENS
+    own: Mapping[int, RolloutRow],
+    num_rows: int,
+    exchange: Exchange,
+    *,
+    num_rewards: int = 0,
+    names: Sequence[str] = OF_TOKENS,
 ) -> dict[str, Tensor]:
     """The tensors of all replicas' rows: collective. own: what this rank contributes; of a replica one rank does so.
 

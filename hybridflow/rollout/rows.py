@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.row import CUT, ENDED, SAMPLED, Row, Written
+from hybridflow.rollout.row import CUT, ENDED, SAMPLED, RolloutRow, Written
 
 Message = dict[str, Any]
 
@@ -224,7 +224,7 @@ class OpenRow:
         self._read.add(sequence.read)
         return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
-    def ended(self, last: TurnEvent) -> Row:
+    def ended(self, last: TurnEvent) -> RolloutRow:
         """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
@@ -235,7 +235,7 @@ class OpenRow:
         if there and not first.prompt:  # the row's prompt is what the first branch begins with
             there += [first] if SAMPLED in first.flags else []
             first, *there = sorted(there, key=_order)
-        row = Row(state=CUT if last.truncated else ENDED, rewards=last.rewards, calls=1)
+        row = RolloutRow(state=CUT if last.truncated else ENDED, rewards=last.rewards, calls=1)
         row.extend(first)
         for branch in sorted(there, key=_order):
             row.extend(branch, begins=True)

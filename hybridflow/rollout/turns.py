@@ -26,7 +26,7 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import OfAnotherRank, RewardError
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, RolloutEngine, response_of
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import EngineCall, Message, OpenRow, ReplicaRows, TurnEvent
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -118,7 +118,7 @@ class Answers(Protocol):
     def abandon(self) -> None:
         """The rows that are left have no end. Who has begun something for them ends it."""
 
-    def said(self, row: OpenRow, branch: int, turn: Row) -> None:
+    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
         """A turn of the model has ended, and the record has it."""
 
     def work(self, *, wait: bool) -> None:
@@ -235,7 +235,7 @@ class TurnTaking:
         params: "Sequence[SamplingParams]",
         *,
         stepped: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[int, Row]]:
+    ) -> Iterator[tuple[int, RolloutRow]]:
         """(index, row) of each row, in the order in which they end.
 
         params: by bucket. stepped: called after each step of the engine.
@@ -258,12 +258,12 @@ class TurnTaking:
         number: int,
         urgent: Set[int],
         version: int,
-    ) -> dict[RowKey, Row]:
+    ) -> dict[RowKey, RolloutRow]:
         """Rows that end until `number` prompts have no row left, the urgent ones among them.
 
         params: by bucket. new: rows that begin. version: of the actor that the engine has.
         """
-        found = dict[RowKey, Row]()
+        found = dict[RowKey, RolloutRow]()
         if not number and not urgent:  # else an event of a row that begins would wait for the next call
             return found
         with preserved_random_state():
@@ -303,7 +303,7 @@ class TurnTaking:
             self._agreement.attempt(self._answers.admit, records, [row.episode for row in new])
         return records
 
-    def _step(self, engine: RolloutEngine, params: "Sequence[SamplingParams]") -> list[tuple[int, Row]]:
+    def _step(self, engine: RolloutEngine, params: "Sequence[SamplingParams]") -> list[tuple[int, RolloutRow]]:
         """A step of the engine, and what has happened since the step before: rows that have ended, by number."""
         for output in engine.step() if engine.is_busy else ():
             self._take(output)
@@ -342,7 +342,7 @@ class TurnTaking:
         self._rows.hear(number, branch, turn.token_ids, turn.log_probs)
         if sequence.spoken:  # a stop has cut the turn, and the whole of it has ended now
             first = len(sequence.token_ids) - len(turn.token_ids) - sequence.spoken
-            turn = Row(sequence.token_ids[first:], sequence.log_probs[first:], state=turn.state)
+            turn = RolloutRow(sequence.token_ids[first:], sequence.log_probs[first:], state=turn.state)
         if self._answers is not None:
             self._agreement.attempt(self._answers.said, record, branch, turn)
 

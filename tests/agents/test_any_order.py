@@ -24,7 +24,7 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout import turns
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.row import BEGINS, CUT, ENDED, SAMPLED, Row
+from hybridflow.rollout.row import BEGINS, CUT, ENDED, SAMPLED, RolloutRow
 from hybridflow.rollout.turns import Episode, LeaderBroadcast, NewRow, TurnTaking
 from tests.agents.test_sessions import AGAIN, END_ID, TOKENIZER, GivenAgents
 from tests.environments.tiny_chat import END
@@ -143,12 +143,12 @@ class Drawn:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
 
-    def abort_all(self) -> list[tuple[str, Row]]:
+    def abort_all(self) -> list[tuple[str, RolloutRow]]:
         """Each turn has some of its tokens."""
         there, self._there = self._there, {}
         found = [(name, self._drawn(*asked)) for name, asked in there.items()]
         parts = [(name, ids[: self._rng.randrange(len(ids))]) for name, ids in found]
-        return [(name, Row(ids, log_probs_of(ids))) for name, ids in parts]
+        return [(name, RolloutRow(ids, log_probs_of(ids))) for name, ids in parts]
 
     def _drawn(self, request: Request, most: int) -> list[int]:
         draw = random.Random(f"{request.prompt}{request.seed}")
@@ -170,7 +170,7 @@ class Drawn:
         for name, (request, most) in {**late, **ended}.items():
             token_ids = self._drawn(request, most)
             state = ENDED if token_ids[-1] == END_ID else CUT
-            response = Row(token_ids, log_probs_of(token_ids), state=state)
+            response = RolloutRow(token_ids, log_probs_of(token_ids), state=state)
             yield SimpleNamespace(request_id=name, num_cached_tokens=0, outputs=[response])
 
     def wait_until_idle(self) -> None:
@@ -185,7 +185,7 @@ def text_of(messages: Talk) -> str:
     return "".join(f"<|{each['role']}|>{each['content']}{END}" for each in messages) + "<|assistant|>"
 
 
-def turns_of(response: Row) -> Counter[tuple[str, str]]:
+def turns_of(response: RolloutRow) -> Counter[tuple[str, str]]:
     """(all of the sequence before it, what the model said there), of all turns of a row."""
     found = Counter[tuple[str, str]]()
     starts = [at for at, flag in enumerate(response.flags) if flag & BEGINS]
@@ -203,9 +203,9 @@ def turns_of(response: Row) -> Counter[tuple[str, str]]:
     return found
 
 
-def with_stops(taking: TurnTaking, engine: Drawn, rows: list[NewRow]) -> dict[int, Row]:
+def with_stops(taking: TurnTaking, engine: Drawn, rows: list[NewRow]) -> dict[int, RolloutRow]:
     """Two rows begin with each version of the actor, while there are any."""
-    found, left = dict[int, Row](), rows
+    found, left = dict[int, RolloutRow](), rows
     for version in itertools.count():
         some, left = left[:2], left[2:]
         new = {(row.name, 0): row for row in some}

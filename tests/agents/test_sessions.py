@@ -20,7 +20,7 @@ from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.row import ENDED, Row
+from hybridflow.rollout.row import ENDED, RolloutRow
 from hybridflow.rollout.rows import TurnEvent
 from tests.environments.tiny_chat import END, make_tokenizer
 from tests.rollout.turn_rows import DrivenRows
@@ -161,7 +161,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
     first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
     assert rows.replies() == [TurnEvent(0, FIRST, 3)]
     own = ids(f"3{END}")
-    rows.driven.say(0, Row(list(own), [-0.25, -1.5], state=ENDED))
+    rows.driven.say(0, RolloutRow(list(own), [-0.25, -1.5], state=ENDED))
     body = first.result(60).json()
     assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9} and body["request_id"]
     assert body["choices"] == [
@@ -559,7 +559,7 @@ def test_requests_wait_while_the_engine_does_something_else() -> None:
     assert events == {1: TurnEvent(1, drops=True), 2: TurnEvent(2, FIRST, 32)}, "none has failed"
     assert rows.driven.rows[1].branches[0].token_ids == []
     rows.driven.rows.hear(0, 0, ids(f"4{END}"), [-0.5] * 2)
-    rows.sessions.said(rows.driven.rows[0], 0, Row(list(ids(f"34{END}")), [-0.5] * 3, state=ENDED))
+    rows.sessions.said(rows.driven.rows[0], 0, RolloutRow(list(ids(f"34{END}")), [-0.5] * 3, state=ENDED))
     assert said(waits)["content"] == "34" and waits.result().json()["usage"]["completion_tokens"] == 3
     rows.driven.said(2, ids(f"6{END}"), truncated=False)
     assert said(asks)["content"] == "6"

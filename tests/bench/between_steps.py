@@ -29,7 +29,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.generation import RolloutRequest, replica_responses
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from tests.bench.iteration import directory_of_all
 from tests.bench.shared_prompt import cpu
 from tests.distributed.engine_weights import single_steps
@@ -41,7 +41,7 @@ HIDDEN, LAYERS = 64, 1
 class Listener:
     """As one that nobody waits for."""
 
-    def on_response(self, row: int, response: Row) -> None: ...
+    def on_response(self, row: int, response: RolloutRow) -> None: ...
     def on_engine_step(self) -> None: ...
     def on_replica_done(self, prompts: Any, responses: Any) -> None: ...
 

@@ -26,7 +26,7 @@ from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
-from hybridflow.rollout.row import Row
+from hybridflow.rollout.row import RolloutRow
 from tests.distributed.engine_weights import EngineShards, single_steps, vllms_own_layers, vllms_own_loader
 from tests.rollout.responses import responses_of
 
@@ -199,7 +199,7 @@ def greedy_tokens(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], sampled: list[Row]) -> dict:
+def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], sampled: list[RolloutRow]) -> dict:
     """The same again, counting layers that are one call; then with vLLM's layers and sampler in their place."""
     params, calls = engine.sampling_params(SAMPLING, ()), []
     call, take = decoder.DecoderLayer.compute, sampling.draw
@@ -235,7 +235,7 @@ def beside_single_steps(engine: RolloutEngine, case: Case, replica: int) -> dict
     return found
 
 
-def _counted(engine: RolloutEngine, requests: list[Request], params: list) -> tuple[list[tuple[int, Row]], int]:
+def _counted(engine: RolloutEngine, requests: list[Request], params: list) -> tuple[list[tuple[int, RolloutRow]], int]:
     """The responses as they finish, and the engine's steps, from an empty cache."""
     engine.reset_prefix_cache()
     steps: list[None] = []

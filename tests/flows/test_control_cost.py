@@ -20,7 +20,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import batch_metrics
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.generation import RolloutRequest, replica_responses, whole_rollout
-from hybridflow.rollout.row import CUT, ENDED, Row
+from hybridflow.rollout.row import CUT, ENDED, RolloutRow
 from tests.counted import CountedOperations
 
 TOKENS = 20  # of a response
@@ -39,7 +39,7 @@ class Engine:
     def stream(self, requests: list[Request], params: Any, *, stepped: Any) -> Any:
         for i, request in enumerate(requests):
             tokens = [request.prompt[0] + t for t in range(TOKENS)]
-            yield i, Row(tokens, [-0.5] * TOKENS, state=ENDED if i % 2 else CUT, calls=1)
+            yield i, RolloutRow(tokens, [-0.5] * TOKENS, state=ENDED if i % 2 else CUT, calls=1)
 
 
 def request_of(num_rows: int) -> RolloutRequest:

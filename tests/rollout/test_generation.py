@@ -12,7 +12,7 @@ from hybridflow.parallel.platform import Platform
 from hybridflow.rollout import engine as engine_module
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import RolloutRequest, prompts_of_replicas, replica_responses, responses_to
-from hybridflow.rollout.row import CUT, ENDED, SAMPLED, Row
+from hybridflow.rollout.row import CUT, ENDED, SAMPLED, RolloutRow
 
 
 def prompts(lengths: list[int]) -> PromptBatch:
@@ -54,9 +54,9 @@ def test_prompts_that_are_much_longer_than_their_responses_count() -> None:
 def test_a_row_brings_its_prompt_where_that_has_no_tokens() -> None:
     """The prompt is what stands before the first token of the policy; all of a row that has none, as it has failed."""
     responses = [
-        Row([1, 2, 3, 4, 5], [0.0, 0.0, -0.3, 0.0, -0.5], bytearray([0, 0, SAMPLED, 0, SAMPLED]), state=ENDED),
-        Row([6, 7], [0.0, -0.7], bytearray([0, SAMPLED]), state=CUT),
-        Row([8], [0.0], bytearray([0]), state=ENDED),
+        RolloutRow([1, 2, 3, 4, 5], [0.0, 0.0, -0.3, 0.0, -0.5], bytearray([0, 0, SAMPLED, 0, SAMPLED]), state=ENDED),
+        RolloutRow([6, 7], [0.0, -0.7], bytearray([0, SAMPLED]), state=CUT),
+        RolloutRow([8], [0.0], bytearray([0]), state=ENDED),
     ]
     batch = responses_to(prompts([0, 0]), [0, 1], torch.tensor([2, 1]), responses)
     assert batch.input_ids.tolist() == list(range(1, 9)) and batch.lengths.tolist() == [5, 2, 1]
@@ -68,7 +68,7 @@ def test_a_row_brings_its_prompt_where_that_has_no_tokens() -> None:
 
 def test_a_prompt_that_is_known_ends_where_it_ends() -> None:
     """Also where somebody else writes first behind that prompt."""
-    responses = [Row([3, 4], [0.0, -0.4], bytearray([0, SAMPLED]), state=ENDED)]
+    responses = [RolloutRow([3, 4], [0.0, -0.4], bytearray([0, SAMPLED]), state=ENDED)]
     batch = responses_to(prompts([2]), [0], torch.tensor([1]), responses)
     assert batch.prompt_lengths.tolist() == [2] and batch.response_mask.tolist() == [False, False, False, True]
 

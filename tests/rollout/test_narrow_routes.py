@@ -27,7 +27,7 @@ from hybridflow.rollout.partial import PartialGroup, ReplicaWork, UnderWay, piec
 from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
 from hybridflow.rollout.routing_records import RoutingRecords
-from hybridflow.rollout.row import ENDED, Row
+from hybridflow.rollout.row import ENDED, RolloutRow
 from tests.worlds import world_of_one
 
 NUM_LAYERS, CHOSEN, LENGTHS = 6, 4, (7, 12, 9, 7, 11, 10)
@@ -146,7 +146,7 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
     sizes = sizes_of(num_experts)
     second, layout, layers = chosen_experts(9, sizes), Layout(1, 1, 1, (0,)), tuple(range(NUM_LAYERS))
     parts = [[4] * 4, [5] * 3], torch.from_numpy(second).split([6, 3])  # a prompt of three tokens, and two segments
-    under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [Row()])])
+    under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [RolloutRow()])])
     records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
     lengths, prompts = torch.tensor([10]), torch.tensor([3])
     mask, one = response_mask(lengths, prompts), torch.zeros(1, dtype=torch.int64)
@@ -155,7 +155,7 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
     with watched:
         for token_ids, found in zip(*parts, strict=True):
             added, own = (
-                {(0, 0): Row(token_ids, [-1.0] * len(token_ids), state=ENDED, calls=1, experts=experts)}
+                {(0, 0): RolloutRow(token_ids, [-1.0] * len(token_ids), state=ENDED, calls=1, experts=experts)}
                 for experts in (None, found)
             )
             under_way.record(added, own, [ReplicaWork((0,), 1, frozenset())])
@@ -195,7 +195,7 @@ def test_a_file_of_former_versions_has_the_same_experts(tmp_path: Any) -> None:
     read = load_file(tmp_path / "file")
     assert read["old"].dtype == torch.int16 and read["new"].dtype == torch.uint16
     assert torch.equal(as_record(read["old"]), found) and torch.equal(as_record(read["new"]), found)
-    group = PartialGroup(0, 0, 1, [1, 2, 3], [Row([4] * 7, [0.0] * 7, versions=[0] * 7, calls=1)])
+    group = PartialGroup(0, 0, 1, [1, 2, 3], [RolloutRow([4] * 7, [0.0] * 7, versions=[0] * 7, calls=1)])
     tensors = UnderWay([group]).tensors()
     for dtype in (torch.int16, torch.uint16):
         again = UnderWay.of_tensors({**tensors, "routed_experts": found.view(dtype)})
@@ -207,7 +207,7 @@ def test_the_recorders_of_all_replicas_take_turns_with_the_rows_of_a_file() -> N
     """A row that has no token yet has no experts."""
     sizes, lengths = sizes_of(300), (7, 0, 4, 5)
     experts = torch.from_numpy(chosen_experts(sum(length + 2 for length in lengths if length), sizes))
-    rows = [Row([4] * n, [0.0] * n, versions=[0] * n, calls=1) for n in lengths]
+    rows = [RolloutRow([4] * n, [0.0] * n, versions=[0] * n, calls=1) for n in lengths]
     tensors = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], rows)]).tensors() | {"routed_experts": experts}
     parts = iter(experts.split([9, 6, 7]))
     expected = [next(parts) if length else None for length in lengths]

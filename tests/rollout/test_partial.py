@@ -14,13 +14,13 @@ from hybridflow.rollout.partial import (
     _shares,
     rollout_of_groups,
 )
-from hybridflow.rollout.row import CUT, ENDED, RUNNING, Row
+from hybridflow.rollout.row import CUT, ENDED, RUNNING, RolloutRow
 
 SAMPLING = SamplingConfig(max_response_length=8, samples_per_prompt=2)
 
 
 def group(position: int, iteration: int, *states: int) -> PartialGroup:
-    rows = [Row([1] * 3, [-0.5] * 3, versions=[0] * 3, state=state, calls=1) for state in states]
+    rows = [RolloutRow([1] * 3, [-0.5] * 3, versions=[0] * 3, state=state, calls=1) for state in states]
     return PartialGroup(100 + position, position, iteration, [5, 6], rows)
 
 
@@ -50,7 +50,7 @@ def test_of_many_old_groups_some_must_be_whole_earlier() -> None:
 
 
 def test_rows_ask_for_what_is_left_with_a_seed_of_the_segment() -> None:
-    under_way = UnderWay([group(7, 3, RUNNING, ENDED), PartialGroup(1, 8, 4, [9], [Row(), Row()])])
+    under_way = UnderWay([group(7, 3, RUNNING, ENDED), PartialGroup(1, 8, 4, [9], [RolloutRow(), RolloutRow()])])
     found = under_way.requests([0, 1], 11, SAMPLING)
     assert list(found) == [(0, 0), (1, 0), (1, 1)]
     assert (found[0, 0].prompt, found[0, 0].num_before) == ([5, 6, 1, 1, 1], 3)
@@ -59,7 +59,7 @@ def test_rows_ask_for_what_is_left_with_a_seed_of_the_segment() -> None:
 
 
 def test_tensors_give_back_the_same_groups() -> None:
-    under_way = UnderWay([group(0, 1, RUNNING, CUT), PartialGroup(3, 1, 2, [4, 4, 4], [Row(), Row()])])
+    under_way = UnderWay([group(0, 1, RUNNING, CUT), PartialGroup(3, 1, 2, [4, 4, 4], [RolloutRow(), RolloutRow()])])
     assert UnderWay.of_tensors(under_way.tensors()).groups == under_way.groups
     assert UnderWay.of_tensors(UnderWay().tensors()).groups == []
 
@@ -85,9 +85,9 @@ def test_rows_that_end_in_any_order_are_trained_on_once_and_in_time(
     under_way, trained, ages = UnderWay(), list[int](), list[int]()
     for iteration in range(1, 40):
         for _ in range(int(oversample * wanted) - len(under_way.groups)):
-            under_way.groups.append(PartialGroup(drawn, drawn, iteration, [1], [Row(), Row()]))
+            under_way.groups.append(PartialGroup(drawn, drawn, iteration, [1], [RolloutRow(), RolloutRow()]))
             drawn += 1
-        found: dict[tuple[int, int], Row] = {}
+        found: dict[tuple[int, int], RolloutRow] = {}
         work = under_way.work(
             num_replicas, wanted=wanted, iteration=iteration, max_staleness=max_staleness, sampling=SAMPLING
         )
@@ -103,8 +103,8 @@ def test_rows_that_end_in_any_order_are_trained_on_once_and_in_time(
                 if len(whole) >= part.number and part.urgent <= whole:
                     break
                 key = order.pop()
-                found[key], left[key[0]] = Row([2], [-1.0], state=ENDED, calls=1), left[key[0]] - 1
-            found |= {key: Row([2], [-1.0], calls=1) for key in order if chance.random() < 0.7}
+                found[key], left[key[0]] = RolloutRow([2], [-1.0], state=ENDED, calls=1), left[key[0]] - 1
+            found |= {key: RolloutRow([2], [-1.0], calls=1) for key in order if chance.random() < 0.7}
         under_way.add(found, iteration - 1)
         groups = under_way.take(wanted)
         assert len(groups) == wanted

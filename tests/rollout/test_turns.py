@@ -10,7 +10,7 @@ from hybridflow.errors import RewardError, Stopped
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout import known_failures
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.row import BEGINS, SAMPLED, Row
+from hybridflow.rollout.row import BEGINS, SAMPLED, RolloutRow
 from hybridflow.rollout.rows import EngineCall, OpenRow, ReplicaRows, TurnEvent
 from hybridflow.rollout.turns import LeaderBroadcast
 from tests.launch import run_ranks
@@ -79,11 +79,11 @@ def row_record(prompt: list[int], *, several: bool = False) -> OpenRow:
     return OpenRow(0, 0, Request(prompt, seed=7, bucket=1), several=several)
 
 
-def sampled(row: Row) -> list[bool]:
+def sampled(row: RolloutRow) -> list[bool]:
     return [bool(flag & SAMPLED) for flag in row.flags]
 
 
-def starts(row: Row) -> list[int]:
+def starts(row: RolloutRow) -> list[int]:
     return [place for place, flag in enumerate(row.flags) if flag & BEGINS]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import always
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.row import CUT, ENDED, Row
+from hybridflow.rollout.row import CUT, ENDED, RolloutRow
 from hybridflow.rollout.rows import ReplicaRows, TurnEvent
 from hybridflow.rollout.turns import EnvironmentRows, episodes_of
 
@@ -28,8 +28,8 @@ class DrivenRows:
 
     def said(self, row: int, token_ids: Sequence[int], *, truncated: bool, branch: int = 0) -> None:
         """A turn of the model, each token with a log-prob of -0.5."""
-        self.say(row, Row(list(token_ids), [-0.5] * len(token_ids), state=CUT if truncated else ENDED), branch)
+        self.say(row, RolloutRow(list(token_ids), [-0.5] * len(token_ids), state=CUT if truncated else ENDED), branch)
 
-    def say(self, row: int, turn: Row, branch: int = 0) -> None:
+    def say(self, row: int, turn: RolloutRow, branch: int = 0) -> None:
         self.rows.hear(row, branch, turn.token_ids, turn.log_probs)
         self.answers.said(self.rows[row], branch, turn)
