@@ -1,4 +1,4 @@
-"""Packed batches: flat token tensors and sequence lengths. No padding, no optional fields.
+"""Packed batches: flat token tensors and sequence lengths. No padding; what a batch does not have is None.
 
 Shape legend, for the whole project:
     N  sequences of a batch            (N,) tensors have one entry a sequence
@@ -26,7 +26,7 @@ import functools
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -47,12 +47,9 @@ DIMENSIONS = {Per.REWARDED_SEQUENCE: 2, Per.VERSIONED_TOKEN: 2}  # of others one
 OF_TOKENS = (Per.TOKEN, Per.VERSIONED_TOKEN)
 PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
-PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts); (N, 0) where there is no environment
-PerVersionedToken = Annotated[Tensor, Per.VERSIONED_TOKEN]  # (T, 1); (T, 0) where all rollouts are of this iteration
-NO_RECORDS = torch.zeros(0, dtype=torch.int64)
-NO_BRANCHES = torch.zeros(0, dtype=torch.bool)
-NO_REWARDS = torch.zeros(0, 0)
-NO_VERSIONS = torch.zeros(0, 0, dtype=torch.int32)
+PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts)
+PerVersionedToken = Annotated[Tensor, Per.VERSIONED_TOKEN]  # (T, 1)
+NOTHING = {"record_ids": -1, "branch_starts": False}  # of rows without any; a batch of such rows alone has None
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,11 @@ class RolloutBatch:
     record_ids: with `algorithm.policy.replay_routing` the number of each row's record of the engine's experts, which
     lies with the ranks that train on the row (see `rollout.routing_records`); -1 of a row without one.
     environment_rewards: with `data.environment` what it gave each row, float32, a column a part of the reward; NaN of a
-    row that has failed, of which no token is in the mask. (N, 0) where it is not given.
+    row that has failed, of which no token is in the mask.
     branch_starts: the first token of each further branch of a row. A row of an environment may have several sequences
     that the model reads apart, one behind the other: the row's first one, and branches. They share the row's score, and
     the row counts once in every mean over rows.
-    versions: of the actor that chose each response token: how many iterations had updated the actor. (T, 0) in a
+    versions: of the actor that chose each response token: how many iterations had updated the actor. None in a
     synchronous run, where this iteration's actor chose them all.
 
     Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
@@ -124,23 +121,21 @@ class RolloutBatch:
     truncated: PerSequence  # bool: cut at the length limit
     response_mask: PerToken  # bool
     rollout_log_probs: PerToken  # float32
-    record_ids: PerSequence = dataclasses.field(kw_only=True, default=NO_RECORDS)  # int64
-    environment_rewards: PerRewardedSequence = dataclasses.field(kw_only=True, default=NO_REWARDS)
-    branch_starts: PerToken = dataclasses.field(kw_only=True, default=NO_BRANCHES)  # bool
-    versions: PerVersionedToken = dataclasses.field(kw_only=True, default=NO_VERSIONS)  # int32
+    record_ids: PerSequence | None = dataclasses.field(kw_only=True, default=None)  # int64
+    environment_rewards: PerRewardedSequence | None = dataclasses.field(kw_only=True, default=None)
+    branch_starts: PerToken | None = dataclasses.field(kw_only=True, default=None)  # bool
+    versions: PerVersionedToken | None = dataclasses.field(kw_only=True, default=None)  # int32
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths.sum())
-        if self.branch_starts is NO_BRANCHES:
-            object.__setattr__(self, "branch_starts", NO_BRANCHES.new_zeros(num_tokens))
-        if self.record_ids is NO_RECORDS:  # a dataclass knows no default that depends on other fields
-            object.__setattr__(self, "record_ids", NO_RECORDS.new_full((len(self.lengths),), -1))
-        if self.environment_rewards is NO_REWARDS:
-            object.__setattr__(self, "environment_rewards", NO_REWARDS.new_zeros(len(self.lengths), 0))
-        if self.versions is NO_VERSIONS:
-            object.__setattr__(self, "versions", NO_VERSIONS.new_zeros(num_tokens, 0))
+        for name, nothing in NOTHING.items():
+            values = getattr(self, name)
+            if values is not None and (values == nothing).all():
+                object.__setattr__(self, name, None)
         for name, per in marks(type(self)).items():
-            shape, size = tuple(getattr(self, name).shape), num_tokens if per in OF_TOKENS else len(self.lengths)
+            if (values := getattr(self, name)) is None:
+                continue
+            shape, size = tuple(values.shape), num_tokens if per in OF_TOKENS else len(self.lengths)
             expected = (size, *shape[1 : DIMENSIONS.get(per, 1)])
             if shape != expected:
                 raise ValueError(
@@ -155,40 +150,22 @@ class RolloutBatch:
         return int(self.response_mask.count_nonzero())
 
     @property
-    def has_routing(self) -> bool:
-        """Whether the engine's experts of some rows are recorded."""
-        return bool((self.record_ids >= 0).any())
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether an environment has given rewards."""
-        return self.environment_rewards.shape[1] > 0
-
-    @property
     def failed(self) -> Tensor:
         """(N,) bool: rows whose environment has failed. No number about rows counts them."""
-        return self.environment_rewards.isnan().any(1)
-
-    @property
-    def has_versions(self) -> bool:
-        """Whether the actor may have been updated since the rollout was made."""
-        return self.versions.shape[1] > 0
-
-    @property
-    def has_branches(self) -> bool:
-        """Whether a row has several sequences."""
-        return bool(self.branch_starts.any())
+        rewards = self.environment_rewards
+        return torch.zeros(len(self), dtype=torch.bool) if rewards is None else rewards.isnan().any(1)
 
     @property
     def rows_of_branches(self) -> Tensor:
         """(B,) int64: the row of each sequence that a model reads by itself; 0 .. N - 1 where no row has several."""
         rows = torch.arange(len(self))
-        return spread(rows, 1 + counted(self.branch_starts, self.lengths)) if self.has_branches else rows
+        starts = self.branch_starts
+        return rows if starts is None else spread(rows, 1 + counted(starts, self.lengths))
 
     @property
     def branch_lengths(self) -> Tensor:
         """(B,) int64: tokens of each sequence that a model reads by itself."""
-        if not self.has_branches:
+        if self.branch_starts is None:
             return self.lengths
         begins = self.branch_starts.clone()
         begins[offsets(self.lengths)] = True
@@ -200,7 +177,7 @@ class RolloutBatch:
 
         The prompt of a branch is what stands before its first token in the mask.
         """
-        if not self.has_branches:
+        if self.branch_starts is None:
             return self
         rows, lengths, mask = self.rows_of_branches, self.branch_lengths, self.response_mask
         first = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() > 0])
@@ -217,20 +194,15 @@ class RolloutBatch:
 
     def branches_of(self, rows: Tensor) -> Tensor:
         """The branches of these rows (int64), in their order: numbers of rows of `by_branch`."""
-        return token_index(1 + counted(self.branch_starts, self.lengths), rows) if self.has_branches else rows
+        starts = self.branch_starts
+        return rows if starts is None else token_index(1 + counted(starts, self.lengths), rows)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without numbers of records, an environment's rewards, branches and versions where there are none.
+        """By name, without what the batch does not have.
 
         For a file `RoutingRecords.portable` puts the records in the place of their numbers.
         """
-        there = {
-            "record_ids": self.has_routing,
-            "environment_rewards": self.has_rewards,
-            "branch_starts": self.has_branches,
-            "versions": self.has_versions,
-        }
-        return {name: x for name, x in vars(self).items() if there.get(name, True)}
+        return {name: x for name, x in vars(self).items() if x is not None}
 
     def response_token_lists(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """All that follows the prompt, row by row: what the policy wrote and what was written in between."""
@@ -245,8 +217,8 @@ class RolloutBatch:
         found = marks(type(self))
         return type(self)(
             **{
-                name: getattr(self, name).index_select(0, tokens if per in OF_TOKENS else rows)
-                for name, per in found.items()
+                name: values.index_select(0, tokens if found[name] in OF_TOKENS else rows)
+                for name, values in self.tensors().items()
             }
         )
 
@@ -260,7 +232,9 @@ def marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:
 def _marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:
     hints, found = get_type_hints(batch_type, include_extras=True), {}
     for field in dataclasses.fields(batch_type):
-        mark = [x for x in getattr(hints[field.name], "__metadata__", ()) if isinstance(x, Per)]
+        hint = hints[field.name]
+        of = [x for each in (hint, *get_args(hint)) for x in getattr(each, "__metadata__", ())]
+        mark = [x for x in of if isinstance(x, Per)]
         if not mark:
             raise TypeError(f"{batch_type.__name__}.{field.name} must be annotated PerToken or PerSequence")
         found[field.name] = mark[0]
@@ -333,8 +307,14 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
     """The rows of one rollout and then those of another, to the same prompts."""
-    names = marks(RolloutBatch)
-    return RolloutBatch(**{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})
+    found = {}
+    for name, per in marks(RolloutBatch).items():
+        parts = [getattr(batch, name) for batch in (first, second)]
+        sizes = [len(batch.input_ids if per in OF_TOKENS else batch) for batch in (first, second)]
+        for some in [part for part in parts if part is not None][:1]:
+            both = zip(parts, sizes, strict=True)
+            found[name] = torch.cat([some.new_full((n,), NOTHING[name]) if part is None else part for part, n in both])
+    return RolloutBatch(**found)
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def test_two_rollouts_are_joined_row_after_row() -> None:
     assert type(both) is RolloutBatch and len(both) == 6
     for rows, part in ((torch.arange(4), first), (torch.tensor([4, 5]), second)):
         taken = both.select(rows)
-        assert all(torch.equal(getattr(taken, name), x) for name, x in vars(part).items())
+        assert all(torch.equal(getattr(taken, name), x) for name, x in part.tensors().items())
 
 
 # ------------------------------------------------------------------------------------------------ partition
@@ -252,7 +252,7 @@ def routed_batch() -> RolloutBatch:
 
 def test_records_go_with_their_rows() -> None:
     batch, rows = routed_batch(), torch.tensor([2, 1])
-    assert batch.has_routing and not rollout_batch().has_routing
+    assert rollout_batch().record_ids is None
     assert batch.select(rows).record_ids.tolist() == [9, 8]
     assert joined(batch, batch.select(rows)).record_ids.tolist() == [*batch.record_ids.tolist(), 9, 8]
     with pytest.raises(ValueError, match=r"record_ids: shape \(2,\), expected \(.,\), one entry a sequence"):
@@ -266,4 +266,4 @@ def test_without_records_there_is_no_trace_of_them_in_files() -> None:
 def test_rows_of_before_may_have_no_records() -> None:
     """A run that is resumed with another `replay_routing` has groups of before."""
     both = joined(rollout_batch(), routed_batch())
-    assert both.has_routing and both.record_ids.tolist() == [-1] * len(LENGTHS) + routed_batch().record_ids.tolist()
+    assert both.record_ids.tolist() == [-1] * len(LENGTHS) + routed_batch().record_ids.tolist()

@@ -43,7 +43,7 @@ def flags(marks: str, *starts: int) -> bytearray:
 
 def test_a_batch_knows_the_sequences_of_its_rows() -> None:
     batch = whole()
-    assert batch.lengths.tolist() == [11, 3, 6] and batch.has_branches
+    assert batch.lengths.tolist() == [11, 3, 6]
     assert batch.branch_starts.nonzero().flatten().tolist() == [4, 7, 17]
     assert batch.response_mask.nonzero().flatten().tolist() == OWN
     assert batch.branch_lengths.tolist() == [4, 3, 4, 3, 3, 3]
@@ -55,14 +55,14 @@ def test_models_read_each_sequence_by_itself() -> None:
     batch = whole()
     read = batch.by_branch()
     assert read.input_ids is batch.input_ids and read.response_mask is batch.response_mask
-    assert read.lengths.tolist() == [4, 3, 4, 3, 3, 3] and not read.has_branches
+    assert read.lengths.tolist() == [4, 3, 4, 3, 3, 3] and read.branch_starts is None
     assert read.prompt_lengths.tolist() == [2, 1, 3, 2, 2, 2]
     assert read.prompt_indices.tolist() == [0, 0, 0, 0, 1, 1] and read.truncated.tolist() == [False] * 4 + [True] * 2
 
 
 def test_a_batch_without_branches_is_read_as_it_is() -> None:
     batch = whole().select(torch.tensor([1]))
-    assert not batch.has_branches and batch.by_branch() is batch and batch.branch_lengths is batch.lengths
+    assert batch.branch_starts is None and batch.by_branch() is batch and batch.branch_lengths is batch.lengths
     rows = torch.tensor([0])
     assert batch.branches_of(rows) is rows and "branch_starts" not in batch.tensors()
 

@@ -22,10 +22,10 @@ OF_ROLLOUT: Mapping[str, str] = {
     "truncated": "whether the response was cut at the limit",
     "response_mask": "whether the policy chose the token",
     "rollout_log_probs": "the engine's log-prob of the token",
-    "record_ids": "the row's record of the engine's experts; -1 where there is none",
-    "environment_rewards": "rewards of `data.environment`, a column a part; NaN where the row has failed",
-    "branch_starts": "the first token of each further sequence of a row",
-    "versions": "how often the actor that chose the token had been updated; (T, 0) without `rollout.max_staleness`",
+    "record_ids": "the row's record of the engine's experts; -1 where there is none; None where no row has one",
+    "environment_rewards": "rewards of `data.environment`, a column a part; NaN where the row has failed; or None",
+    "branch_starts": "the first token of each further sequence of a row; None where no row has one",
+    "versions": "how often the actor that chose the token had been updated; None without `rollout.max_staleness`",
 }
 READ: Mapping[str, str] = {
     "log_probs": "`run.old_log_probs(rollout)`",
@@ -63,7 +63,13 @@ def part(what: str) -> str:
 def rollout_table() -> str:
     flags = torch.tensor([False, True])
     numbers = torch.ones(1, dtype=torch.int64)
-    one = RolloutBatch(numbers.new_zeros(2), 2 * numbers, numbers, 0 * numbers, flags[:1], flags, torch.zeros(2))
+    one = RolloutBatch(
+        *(numbers.new_zeros(2), 2 * numbers, numbers, 0 * numbers, flags[:1], flags, torch.zeros(2)),
+        record_ids=0 * numbers,
+        environment_rewards=torch.zeros(1, 1),
+        branch_starts=flags,
+        versions=torch.zeros(2, 1, dtype=torch.int32),
+    )
     rows = []
     for name, per in marks(RolloutBatch).items():
         tensor: Tensor = getattr(one, name)

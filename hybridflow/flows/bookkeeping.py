@@ -129,17 +129,14 @@ class Bookkeeping:
 
     def agree_on(self, batch: RolloutBatch, iteration: int) -> None:
         """Raise on every rank unless all ranks are about to train on the same batch."""
-        check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, self.exchange.group)
+        check_agreement({f"the batch of iteration {iteration}": digest_tensors(batch.tensors())}, self.exchange.group)
 
-    def move_records(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> None:
-        """Engine's experts go where these mini-batches need them, unless they are there. See `RoutingRecords.move`."""
-        if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
-            self.roles.actor.records.move(batch, epochs)
-
-    def settle_records(self, batch: RolloutBatch, iteration: int) -> None:
-        """Engine's experts go where this batch needs them, now that the batch is chosen."""
-        if self.roles.actor is not None and self.roles.actor.records is not None and batch.has_routing:
-            self.roles.actor.records.settle(batch, iteration)
+    def send_routes(
+        self, batch: RolloutBatch, iteration: int, epochs: Sequence[Sequence[Tensor]] | None = None
+    ) -> None:
+        """Engine's experts go where the mini-batches of this batch need them. See `RoutingRecords.send`."""
+        if self.roles.actor is not None and self.roles.actor.records is not None:
+            self.roles.actor.records.send(batch, iteration, epochs)
 
     def note_rows(self, rows: Tensor) -> None:
         """Record that the optimizer steps since the last call used these rows of the batch."""
@@ -256,7 +253,7 @@ class OnlineBookkeeping(Bookkeeping):
         )
 
     def _turns(self, batch: RolloutBatch) -> Metrics:
-        found = turn_metrics(batch) if batch.has_rewards else {}
+        found = turn_metrics(batch) if batch.environment_rewards is not None else {}
         counts = self._source.turn_counts
         if counts is not None:
             values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)

@@ -144,6 +144,7 @@ def evaluate(
     if judge.function is not None:
         values, failures, *wholes = wholes
     elif judge.weights:
+        assert responses.environment_rewards is not None, "an environment has judged"
         rewards = responses.environment_rewards @ torch.tensor(judge.weights)
         values, failures = rewards.nan_to_num(0.0), rewards.isnan().float()
     else:

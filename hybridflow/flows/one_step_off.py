@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.batch import NO_VERSIONS, PromptBatch, RolloutBatch
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import FlowError
@@ -149,7 +149,8 @@ class OneStepOff:
         """See `Source`: the next rollout needs its records."""
         forget_measures(self._generator)
         self._iteration, self._last, self._used, self._num_generated = iteration, num_iterations, [], 0
-        return NO_IDS if self._next is None or self._next.rollout is None else self._next.rollout.record_ids
+        needed = None if self._next is None or self._next.rollout is None else self._next.rollout.record_ids
+        return NO_IDS if needed is None else needed
 
     def responses(self, kinds: Kinds, numbers: Numbers, prompts: PromptBatch, deferred: DeferredRows) -> Delivered:
         """The rollout of the prompts; engines begin the next one. Errors: FlowError."""
@@ -290,4 +291,4 @@ def rollout_of(tensors: Mapping[str, Tensor], records: RoutingRecords | None, it
 
 def versions_of(rollout: RolloutBatch, version: int) -> Tensor:
     """(T, 1) int32: one version for all tokens."""
-    return NO_VERSIONS.new_full((len(rollout.input_ids), 1), version)
+    return torch.full((len(rollout.input_ids), 1), version, dtype=torch.int32)

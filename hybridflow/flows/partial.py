@@ -74,7 +74,8 @@ class Partial:
         self._under_way = UnderWay()
         if kept is not None:
             replicas = len(self._generator.layout.replicas)
-            self._under_way = UnderWay.of_tensors(kept, num_replicas=replicas, recorder=self._generator.recorder)
+            recorder = None if self._records is None else self._records.recorder
+            self._under_way = UnderWay.of_tensors(kept, num_replicas=replicas, recorder=recorder)
         self._before = self._kept_now()  # of the iteration
         self._iteration = self._open_tokens = self._num_generated = 0
         self._has_generated = False  # since the last draw
@@ -131,8 +132,7 @@ class Partial:
         prompts = PromptBatch.joined([self._prompts.pop(group.position) for group in groups])
         rollout = rollout_of_groups(groups, prompts)
         if self._records is not None:
-            recorded = self._generator.recorded(pieces_of_groups(groups))
-            rollout = self._records.keep(rollout, recorded, self._iteration)
+            rollout = self._records.add(rollout, pieces_of_groups(groups), self._iteration)
         check_rows(rollout)
         begin_scoring(self.scoring, self._actor, self._config.sampling, prompts, deferred=deferred)
         self.scoring.assign_rest(rollout)
@@ -168,7 +168,7 @@ class Partial:
 
     def _of_file(self, tensors: dict[str, Tensor], pieces: list[list[RecordedPiece]]) -> dict[str, Tensor]:
         """With the engine's experts on rank 0, which writes files. Collective over the world."""
-        experts = None if self._records is None else self._records.of_file(self._generator.recorded(pieces))
+        experts = None if self._records is None else self._records.of_file(pieces)
         return tensors if experts is None or not len(experts) else tensors | {EXPERTS: experts}
 
     @property

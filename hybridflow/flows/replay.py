@@ -201,7 +201,9 @@ class Replay:
 
     def _check_branches(self, file: Path, rollout: RolloutBatch) -> None:
         starts, first = rollout.branch_starts, offsets(rollout.lengths)
-        if starts.any() and not self._several:
+        if starts is None:
+            return
+        if not self._several:
             raise DataError(f"{file}: has rows of several sequences, which need data.environment.earlier_turns: branch")
         if (starts & rollout.response_mask).any() or starts[first].any():
             raise DataError(

@@ -146,7 +146,7 @@ class Run(IterationData):
             raise FlowError("the flow calls run.take: a run on the rows of files chooses no prompts")
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._book.prompts_at(prompt_rows)
-        self._book.settle_records(rollout, self.iteration)
+        self._book.send_routes(rollout, self.iteration)
 
     def scores(self, rollout: RolloutBatch) -> Scores:
         """(N,) weighted sums of reward models and functions, before penalties, normalisation and clipping."""
@@ -216,7 +216,7 @@ class Run(IterationData):
             return
         self.about_to_step(batch)
         epochs = [self._rows(batch.prompt_indices, update, epoch) for epoch in range(update.epochs)]
-        self._book.move_records(batch, epochs)
+        self._book.send_routes(batch, self.iteration, epochs)
         for epoch, mini_batches in enumerate(epochs):
             if epoch:
                 batch = self._book.with_deferred(self, batch)

@@ -101,7 +101,7 @@ def staleness_metrics(batch: RolloutBatch, iteration: int) -> Metrics:
 
     By staleness N: the share of response tokens, and how far the engine's log-probs are from the trainer's.
     """
-    if not batch.has_versions:
+    if batch.versions is None:
         return {}
     stale = (iteration - 1 - batch.versions[:, 0].long())[batch.response_mask]
     found: Metrics = {"rollout/staleness_mean": stale.float().mean(), "rollout/staleness_max": float(stale.max())}

@@ -52,7 +52,7 @@ def samples_of(
                 score=score,
                 parts={} if score is None else {name: float(part[row]) for name, part in parts.items()},
                 columns={name: _short(values[prompt]) for name, values in prompts.columns.items()},
-                turns=_turns(batch, row, ids, decode) if batch.has_rewards else [],
+                turns=_turns(batch, row, ids, decode) if batch.environment_rewards is not None else [],
                 set=name,
             )
         )
@@ -71,7 +71,8 @@ def _turns(batch: RolloutBatch, row: int, ids: Sequence[int], decode: Callable[[
     """ids: behind the prompt. Of a row that has failed no token is the model's."""
     end = int(batch.lengths[: row + 1].sum())
     own = slice(end - len(ids), end)
-    sampled, sequences = batch.response_mask[own].tolist(), batch.branch_starts[own].cumsum(0).tolist()
+    sampled, starts = batch.response_mask[own].tolist(), batch.branch_starts
+    sequences = [0] * len(ids) if starts is None else starts[own].cumsum(0).tolist()
     runs = groupby(zip(sequences, sampled, ids, strict=True), key=lambda one: one[:2])
     found: list[Turn] = []
     last = 0

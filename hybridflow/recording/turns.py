@@ -27,7 +27,7 @@ def turn_metrics(batch: RolloutBatch) -> Metrics:
     if kept.any():
         metrics["environment/turns_mean"] = turns_of_rows(batch)[kept].float().mean()
         metrics["environment/written_tokens_mean"] = written[kept].float().mean()
-        if batch.has_branches:
+        if batch.branch_starts is not None:
             rows = batch.rows_of_branches.bincount(minlength=len(batch))
             metrics["environment/sequences_mean"] = rows[kept].float().mean()
             metrics["environment/sequences_max"] = float(rows.max())

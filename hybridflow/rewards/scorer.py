@@ -215,8 +215,8 @@ def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tupl
 
     A row that has failed has the mean of the prompt's other rows. Nothing counts that number.
     """
-    own = torch.arange(len(rollout))[rank::world_size]
-    columns = [_filled(column, rollout.prompt_indices) for column in rollout.environment_rewards.unbind(1)]
+    own, rewards = torch.arange(len(rollout))[rank::world_size], rollout.environment_rewards
+    columns = [] if rewards is None else [_filled(column, rollout.prompt_indices) for column in rewards.unbind(1)]
     return tuple(PartialTensor(len(rollout), own, column[own]) for column in columns)
 
 

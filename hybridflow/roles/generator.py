@@ -44,7 +44,6 @@ from hybridflow.rollout.known_failures import or_known
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Place, ReplicaWork, UnderWay, replica_rows
 from hybridflow.rollout.patches import engine_pipelines, join_groups
-from hybridflow.rollout.recorded import Recorded, RecordedPiece
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.runner import second_runner
 from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnCounts, TurnTaking
@@ -375,15 +374,5 @@ class Generator:
             check_rows(rollout)
         if asked.temperature is not None or self._actor.records is None:  # nothing is trained on the others
             return rollout
-        recorded = self.recorded(asked.pieces(rollout, own, len(self.layout.replicas)))
-        return self._actor.records.keep(rollout, recorded, iteration=asked.seed[1])
-
-    def recorded(self, rows: Sequence[Sequence[RecordedPiece]]) -> Recorded:
-        """The engines' experts of rows, by their pieces."""
-        return Recorded(rows, self.layout, self._placed.stages)
-
-    @property
-    def recorder(self) -> int | None:
-        """The replica of which this rank records experts."""
-        rank = self._platform.rank
-        return self.layout.coordinates(rank).replica if self.recorded(()).layers_of(rank) else None
+        pieces = asked.pieces(rollout, own, len(self.layout.replicas))
+        return self._actor.records.add(rollout, pieces, iteration=asked.seed[1])

@@ -19,6 +19,7 @@ from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
 from hybridflow.models.routing import RoutingCounts, RoutingSizes, RowExperts
 from hybridflow.parallel.exchange import Exchange, PartialTensor
+from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
@@ -117,12 +118,13 @@ class Actor(TrainedRole):
         temperature: SamplingTemperature,
         world: RunContext,
         routing: RoutingSizes | None = None,
+        engines: tuple[RolloutLayout, Stages] | None = None,
         mini_batches: MiniBatches | None = None,
         of_rollouts: bool = True,
         trains: bool = True,
     ) -> None:
-        """routing: the actor takes the engine's experts where a batch has records of them. mini_batches, of_rollouts:
-        of these records, see `RoutingRecords`."""
+        """routing: the actor takes the engine's experts where a batch has records of them. engines, mini_batches,
+        of_rollouts: of these records, see `RoutingRecords`."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes, trains=trains)
         self.placed, self.models = placed, self._models
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
@@ -131,7 +133,7 @@ class Actor(TrainedRole):
         self.expert_load = torch.zeros(*shape, dtype=torch.int64, device=world.platform.device)
         self._first_step_counts, self._all_steps_count = True, True
         self.records: RoutingRecords | None = None
-        if routing is not None:
+        if routing is not None and engines is not None:
             alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
             self.records = RoutingRecords(
                 routing,
@@ -140,6 +142,7 @@ class Actor(TrainedRole):
                 world=world.with_engines or world.exchange,
                 trainers=None if world.with_engines is None else (world.exchange, world.trainer_ranks),
                 replicas=alike,
+                engines=engines,
                 mini_batches=mini_batches,
                 of_rollouts=of_rollouts,
             )
@@ -180,14 +183,13 @@ class Actor(TrainedRole):
 
     def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
         """As of any role; rows with the engine's experts are computed where these lie."""
-        if self._alone or self.records is None or not batch.has_routing:
-            return super()._rows_of_replicas(batch, some)
-        return self.records.rows_of_replicas(batch, None if some is None else some.tolist())
+        found = None
+        if self.records is not None and not self._alone:
+            found = self.records.rows_of_replicas(batch, None if some is None else some.tolist())
+        return super()._rows_of_replicas(batch, some) if found is None else found
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
-        if self.records is None or not batch.has_routing:
-            return None
-        return self.records.of_rows(batch, rows[self.grid.row_share])
+        return None if self.records is None else self.records.of_rows(batch, rows[self.grid.row_share])
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""

@@ -203,13 +203,13 @@ def joined_rollout(prompts: PromptBatch, num_samples: Tensor, rows: Tensors) -> 
     input_ids = torch.empty(len(mask), dtype=torch.int64)
     input_ids.numpy()[behind] = rows["token_ids"].numpy()
     input_ids.numpy()[~behind] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)].numpy()
-    rollout_log_probs, begins = placed(rows["log_probs"], mask), torch.zeros_like(mask)
+    rollout_log_probs, further = placed(rows["log_probs"], mask), {}
     if "flags" in rows:
         flags = rows["flags"]
-        begins, mask = placed((flags & BEGINS) > 0, mask), placed((flags & SAMPLED) > 0, mask)
+        further["branch_starts"] = placed((flags & BEGINS) > 0, mask)
+        mask = placed((flags & SAMPLED) > 0, mask)
     if not prompt_lengths.all():
         prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
-    further = {}
     if "versions" in rows:
         further["versions"] = placed(rows["versions"], behind_prompts)[:, None]
     if "rewards" in rows and rows["rewards"].numel():
@@ -222,6 +222,5 @@ def joined_rollout(prompts: PromptBatch, num_samples: Tensor, rows: Tensors) -> 
         truncated=states == CUT,
         response_mask=mask,
         rollout_log_probs=rollout_log_probs,
-        branch_starts=begins,
         **further,
     )

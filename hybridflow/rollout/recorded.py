@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hybridflow.models.routing import RoutingSizes, bits
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.layout import RolloutLayout, Stages
 
 
 @dataclass(frozen=True)
 class RecordedPiece:
     """What one engine replica has recorded of a row: of consecutive tokens.
+
+    A response that was generated at once is one piece, one of a partial rollout has a piece of each segment.
 
     experts: (tokens, layers, k), zero in the layers of other stages; of the last tokens there may be none. None: this
     rank has recorded nothing of the piece. Where the engine has lost a piece, no rank has: the record is 0 there.
@@ -26,30 +27,6 @@ class RecordedPiece:
     made_by: int
     num_tokens: int
     experts: Tensor | None
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What the engines have recorded of rows: of each its pieces, in the order of their tokens.
-
-    A response that was generated at once is one piece, one of a partial rollout has a piece of each segment.
-    stages: the layers of an engine's pipeline stages, of which the first tensor-parallel rank records.
-    """
-
-    rows: Sequence[Sequence[RecordedPiece]]
-    engines: RolloutLayout
-    stages: Stages
-
-    @property
-    def pieces(self) -> list[RecordedPiece]:
-        """Of all rows."""
-        return [piece for pieces in self.rows for piece in pieces]
-
-    def layers_of(self, rank: int) -> tuple[int, ...]:
-        """Those that the rank records."""
-        if rank not in self.engines or self.engines.coordinates(rank).tp:
-            return ()
-        return tuple(self.stages[self.engines.coordinates(rank).pp])
 
 
 @dataclass(frozen=True)

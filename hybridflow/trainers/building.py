@@ -89,6 +89,7 @@ def build_roles(
         temperature=temperature,
         world=world,
         routing=placed.routing,
+        engines=(placed.rollout, placed.stages),
         mini_batches=partial(
             epochs_of_mini_batches,
             update=config.algorithm.update,

@@ -58,7 +58,7 @@ class Watched(OnlineTrainer):
         with mock.patch.object(Exchange, "swap", autospec=True, side_effect=Exchange.swap) as swap:
             done = super().iterate(*arguments)
         noted = {name: float(value) for name, value in done.metrics.items()}
-        noted["layers"] = self.placed.actor.spec.num_layers if done.batch.has_routing else 0
+        noted["layers"] = self.placed.actor.spec.num_layers if done.batch.record_ids is not None else 0
         sent = [(i, len(x)) for call in swap.call_args_list for i, x in enumerate(call.args[1])]
         crossed = torch.tensor(sum(size for i, size in sent if i != self.platform.rank))
         noted |= {"messages": swap.call_count, "crossed": int(self.exchange.sum(crossed))}

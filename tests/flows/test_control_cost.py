@@ -63,7 +63,7 @@ def test_the_rollout_has_the_responses_where_they_belong(exchange: Exchange) -> 
     assert batch.prompt_indices.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert batch.rollout_log_probs[:4].tolist() == [0.0, 0.0, -0.5, -0.5]
     assert batch.truncated.tolist() == [True, False] * 4
-    assert int(batch.response_mask.sum()) == 8 * TOKENS and not batch.has_branches
+    assert int(batch.response_mask.sum()) == 8 * TOKENS and batch.branch_starts is None
 
 
 def test_seeds_are_of_run_iteration_prompt_and_sample() -> None:

@@ -21,7 +21,7 @@ from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import ConfigError
 from hybridflow.flows.dynamic_sampling import SURPLUS, sampled, with_records
 from hybridflow.models.routing import RoutingSizes
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.routing_records import RoutingRecords
 from tests.distributed.tiny_experiment import make_inputs, make_uneven_prompts, write_config
 from tests.launch import run_ranks
@@ -215,7 +215,8 @@ class Routed(Run):
 def records_of_one_rank() -> RoutingRecords:
     exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
     sizes = RoutingSizes(num_layers=2, chosen=3, num_experts=32)
-    return RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
+    engines = RolloutLayout(1, 1, ((0,),)), ((0, 1),)
+    return RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange, engines=engines)
 
 
 def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     state = with_records(load_state(tmp_path).state, after)
     later = Routed(run._scores, count=2, state=state, records=after)
     rollout, _ = sampled(later, DynamicSampling())
-    assert later.prompt_rows[0] == 3 and rollout.has_routing
+    assert later.prompt_rows[0] == 3 and rollout.record_ids is not None
     experts = after.of_rows(rollout, range(len(rollout))).for_tokens(torch.arange(len(rollout.input_ids))).experts
     assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
     plain = with_records(load_state(tmp_path).state, None).kept[SURPLUS]

@@ -101,7 +101,7 @@ def test_the_functions_of_the_run_judge_by_their_weighted_sum_without_models(mon
     read, _ = answer_reader(None)
     caller, scorer = FunctionCaller(lambda ids: "", rank=0, world_size=1, error_score=0.0), SimpleNamespace()
     scorer.scores = lambda *_: scores
-    alone: Any = (replace(responses(), environment_rewards=torch.zeros(8, 0)), scorer, _Known())
+    alone: Any = (replace(responses(), environment_rewards=None), scorer, _Known())
     found = [
         evaluate(
             HeldoutSet("", prompts(), samples=4),

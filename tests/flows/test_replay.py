@@ -19,7 +19,7 @@ from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
 from hybridflow.models.routing import RoutingSizes
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.inspection import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
@@ -86,7 +86,8 @@ def test_versions_are_read_where_the_run_had_stale_rollouts(file: Path) -> None:
 
 def records_of_one_rank() -> RoutingRecords:
     exchange: Any = object()  # nobody else is there
-    return RoutingRecords(ROUTING, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
+    layout, engines = Layout(1, 1, 1, (0,)), (RolloutLayout(1, 1, ((0,),)), (tuple(range(ROUTING.num_layers)),))
+    return RoutingRecords(ROUTING, layout, rank=0, world=exchange, replicas=exchange, engines=engines)
 
 
 EXPERTS = torch.rand(13, 3, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.uint8)
@@ -97,7 +98,7 @@ def test_a_file_gives_the_experts_that_it_holds_where_they_are_replayed(file: Pa
     taken = generated(file, whole, records)
     assert torch.equal(records.of_rows(taken, [0, 1, 2, 3]).for_tokens(torch.arange(13)).experts, EXPERTS)
     rollout = generated(file, whole)
-    assert not rollout.has_routing and differences(whole, vars(rollout)) == ["log_probs not computed now"]
+    assert rollout.record_ids is None and differences(whole, vars(rollout)) == ["log_probs not computed now"]
 
 
 @pytest.mark.parametrize(

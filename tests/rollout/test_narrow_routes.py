@@ -24,7 +24,7 @@ from hybridflow.models.routing import RoutingSizes, as_record, is_recorded, repl
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.partial import PartialGroup, ReplicaWork, UnderWay, pieces_of_groups
-from hybridflow.rollout.recorded import Recorded, RecordedPiece
+from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting, SlotRecorder
 from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.rollout.row import ENDED, RolloutRow
@@ -71,6 +71,13 @@ def sizes_of(num_experts: int) -> RoutingSizes:
     return sizes
 
 
+def records_of(sizes: RoutingSizes, exchange: Exchange) -> RoutingRecords:
+    """Of one rank."""
+    engines, layout = RolloutLayout(1, 1, ((0,),)), Layout(1, 1, 1, (0,))
+    of_all = (engines, (tuple(range(NUM_LAYERS)),))
+    return RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange, engines=of_all)
+
+
 def chosen_experts(num_tokens: int, sizes: RoutingSizes) -> np.ndarray:
     """(tokens, layers, k), the last expert among them."""
     order = np.random.default_rng(num_tokens).random((num_tokens, NUM_LAYERS, sizes.num_experts - 1)).argsort(-1)
@@ -99,15 +106,14 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
     update = Update(mini_batch_size=3, epochs=2)
     watched = NothingWider(sizes, len(batch.input_ids))
     with watched:
-        recorder, layout = ReturnedRouting(sizes), Layout(1, 1, 1, (0,))
-        own = []
+        recorder, own = ReturnedRouting(sizes), []
         for row, found in enumerate(returned):
             output: Any = mock.Mock(routed_experts=found.view(Guarded))
             own.append([RecordedPiece(0, LENGTHS[row], recorder.experts(f"{row}", output, LENGTHS[row] - 1))])
-        records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
-        kept = records.keep(batch, Recorded(own, RolloutLayout(1, 1, ((0,),)), (layers,)), 1)
+        records = records_of(sizes, exchange)
+        kept = records.add(batch, own, 1)
         epochs = epochs_of_mini_batches(batch.prompt_indices, 1, update=update, seed=1, varies=False)
-        records.move(kept, epochs)
+        records.send(kept, 1, epochs)
         made = []
         for rows in [rows for mini_batches in epochs for rows in mini_batches]:
             some = kept.select(rows)
@@ -144,10 +150,10 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
 def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> None:
     """A row that goes on: the experts of tokens that have some already do not travel again."""
     sizes = sizes_of(num_experts)
-    second, layout, layers = chosen_experts(9, sizes), Layout(1, 1, 1, (0,)), tuple(range(NUM_LAYERS))
+    second = chosen_experts(9, sizes)
     parts = [[4] * 4, [5] * 3], torch.from_numpy(second).split([6, 3])  # a prompt of three tokens, and two segments
     under_way = UnderWay([PartialGroup(0, 0, 1, [1, 2, 3], [RolloutRow()])])
-    records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange)
+    records = records_of(sizes, exchange)
     lengths, prompts = torch.tensor([10]), torch.tensor([3])
     mask, one = response_mask(lengths, prompts), torch.zeros(1, dtype=torch.int64)
     batch = RolloutBatch(torch.arange(10), lengths, prompts, one, one.bool(), mask, torch.zeros(10))
@@ -160,9 +166,8 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
             )
             under_way.record(added, own, [ReplicaWork((0,), 1, frozenset())])
             under_way.add(added, 0)
-        engines = RolloutLayout(1, 1, ((0,),))
-        kept = records.keep(batch, Recorded(pieces_of_groups(under_way.groups), engines, (layers,)))
-        of_file = records.of_file(Recorded(under_way.pieces(), engines, (layers,)))
+        kept = records.add(batch, pieces_of_groups(under_way.groups), 1)
+        of_file = records.of_file(under_way.pieces())
         whole = records.of_rows(kept, [0]).for_tokens(torch.arange(10)).experts
     assert not watched.wide and watched.narrow > 5
     assert whole.dtype == sizes.dtype and whole[:-1].tolist() == second.tolist() and not whole[-1].long().any()

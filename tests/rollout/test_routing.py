@@ -16,7 +16,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes, replayed
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
-from hybridflow.rollout.recorded import Recorded, RecordedPiece
+from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing import ReturnedRouting
 from hybridflow.rollout.routing_records import RoutingRecords
 from tests.launch import run_ranks
@@ -97,10 +97,10 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
     assert [response.experts.tolist() for response in responses] == [experts[0, :3].tolist(), experts[1].tolist()]
     ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
     exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
-    records = RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
+    layout, engines = Layout(1, 1, 1, (0,)), (RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),))
+    records = RoutingRecords(sizes, layout, rank=0, world=exchange, replicas=exchange, engines=engines)
     pieces = [[RecordedPiece(0, length, its.experts)] for length, its in zip([4, 6], responses, strict=True)]
-    recorded = Recorded(pieces, RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),))
-    kept = records.keep(batch_of(ids, [4, 6]), recorded)
+    kept = records.add(batch_of(ids, [4, 6]), pieces, 1)
     found = records.of_rows(kept, [0, 1]).for_tokens(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
     assert found[4:9].tolist() == experts[1].tolist()

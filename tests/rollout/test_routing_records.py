@@ -12,8 +12,8 @@ from hybridflow.config.losses import Update
 from hybridflow.flows.mini_batches import epochs_of_mini_batches
 from hybridflow.models.prompt_groups import replica_rows, rows_that_stay
 from hybridflow.models.routing import RoutingSizes
-from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.rollout.recorded import Recorded, RecordedPiece
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS, MiniBatches, RoutingRecords
 from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup, on_ranks
 
@@ -36,7 +36,7 @@ ENGINES = {
 
 
 def kept_bytes(records: RoutingRecords) -> int:
-    return sum(kept.nbytes for kept in records._kept.values())
+    return sum(record.experts.nbytes for record in records._records.values() if record.experts is not None)
 
 
 def rollout(first: int = 0) -> RolloutBatch:
@@ -60,13 +60,12 @@ def experts_of(batch: RolloutBatch, sizes: RoutingSizes, seed: int) -> Tensor:
 
 def recorded_by(
     rank: int, batch: RolloutBatch, experts: Tensor, engines: RolloutLayout, most_pieces: int = 1
-) -> Recorded:
+) -> list[list[RecordedPiece]]:
     """As the engine's ranks tell: pieces in turn to the replicas, each stage its layers, other ranks nothing.
 
     A row's last token has no record, but counts to the row's last piece.
     """
-    half, rows = NUM_LAYERS // 2, []
-    stages = ((0, 1, 2, 3),) if engines.pp == 1 else (tuple(range(half)), tuple(range(half, NUM_LAYERS)))
+    stages, rows = stages_of(engines), []
     for row in range(len(batch)):
         parts, pieces = of_row(batch, experts, row).tensor_split(1 + row % most_pieces), list[RecordedPiece]()
         for number, part in enumerate(parts):
@@ -77,7 +76,11 @@ def recorded_by(
                     its[:, layer] = 0
             pieces.append(RecordedPiece(made_by, len(part), its))
         rows.append(pieces)
-    return Recorded(rows, engines, stages)
+    return rows
+
+
+def stages_of(engines: RolloutLayout) -> Stages:
+    return ((0, 1, 2, 3),) if engines.pp == 1 else ((0, 1), (2, 3))
 
 
 def of_row(batch: RolloutBatch, experts: Tensor, row: int) -> Tensor:
@@ -93,7 +96,12 @@ class World:
 
 
 def world_of(
-    actor: Layout, sizes: RoutingSizes, mini_batches: MiniBatches | None = None, of_rollouts: bool = True
+    actor: Layout,
+    sizes: RoutingSizes,
+    mini_batches: MiniBatches | None = None,
+    *,
+    of_rollouts: bool = True,
+    engines: str = "four",
 ) -> World:
     sent: dict[tuple[int, int], int] = {}
     whole = SimulatedGroup(range(NUM_RANKS), sent)
@@ -106,6 +114,7 @@ def world_of(
             rank=rank,
             world=SimulatedExchange(whole, rank),  # type: ignore[arg-type]
             replicas=SimulatedExchange(alike[rank], rank) if rank in actor else None,  # type: ignore[arg-type]
+            engines=(ENGINES[engines], stages_of(ENGINES[engines])),
             mini_batches=mini_batches,
             of_rollouts=of_rollouts,
         )
@@ -141,11 +150,11 @@ def test_a_rank_has_the_rows_and_layers_that_it_trains_on(
 ) -> None:
     """Also of rows whose segments several replicas have generated."""
     layout, sizes, batch = ACTORS[actor], SIZES[dtype], rollout()
-    world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
+    world, experts = world_of(layout, sizes, engines=engines), experts_of(batch, sizes, seed=1)
     kept = on_ranks(
         NUM_RANKS,
-        lambda rank: world.records[rank].keep(
-            batch, recorded_by(rank, batch, experts, ENGINES[engines], most_pieces=most_pieces)
+        lambda rank: world.records[rank].add(
+            batch, recorded_by(rank, batch, experts, ENGINES[engines], most_pieces=most_pieces), 1
         ),
     )
     assert all(torch.equal(its.record_ids, torch.arange(9)) for its in kept)
@@ -166,13 +175,13 @@ def test_a_rank_has_the_rows_and_layers_that_it_trains_on(
 def test_a_piece_that_the_engine_has_lost_is_without_experts() -> None:
     """As where a request waits for blocks of the cache when the engine stops."""
     layout, sizes, batch = ACTORS["tp"], SIZES["uint8"], rollout()
-    world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
+    world, experts = world_of(layout, sizes, engines="two"), experts_of(batch, sizes, seed=1)
 
-    def recorded(rank: int) -> Recorded:
+    def recorded(rank: int) -> list[list[RecordedPiece]]:
         whole = recorded_by(rank, batch, experts, ENGINES["two"], most_pieces=3)
-        lost = [[pieces[0], replace(pieces[1], experts=None), *pieces[2:]] for pieces in whole.rows if len(pieces) > 1]
+        lost = [[pieces[0], replace(pieces[1], experts=None), *pieces[2:]] for pieces in whole if len(pieces) > 1]
         rows = iter(lost)
-        return replace(whole, rows=[next(rows) if len(pieces) > 1 else pieces for pieces in whole.rows])
+        return [next(rows) if len(pieces) > 1 else pieces for pieces in whole]
 
     for row in range(len(batch)):
         part = of_row(batch, experts, row).tensor_split(1 + row % 3)
@@ -180,7 +189,7 @@ def test_a_piece_that_the_engine_has_lost_is_without_experts() -> None:
             part[1].zero_()
     found = on_ranks(NUM_RANKS, lambda rank: world.records[rank].of_file(recorded(rank)))
     assert found[0] is not None and torch.equal(found[0], experts)
-    kept = on_ranks(NUM_RANKS, lambda rank: world.records[rank].keep(batch, recorded(rank)))
+    kept = on_ranks(NUM_RANKS, lambda rank: world.records[rank].add(batch, recorded(rank), 1))
     check_rows(world, layout, kept[0], experts)
 
 
@@ -189,7 +198,7 @@ def test_a_piece_that_the_engine_has_lost_is_without_experts() -> None:
 def test_a_file_has_the_pieces_of_rows_under_way(engines: str, dtype: str) -> None:
     """Rank 0 alone has them, whoever recorded them."""
     sizes, batch = SIZES[dtype], rollout()
-    world, experts = world_of(ACTORS["tp"], sizes), experts_of(batch, sizes, seed=1)
+    world, experts = world_of(ACTORS["tp"], sizes, engines=engines), experts_of(batch, sizes, seed=1)
     found = on_ranks(
         NUM_RANKS,
         lambda rank: world.records[rank].of_file(recorded_by(rank, batch, experts, ENGINES[engines], most_pieces=3)),
@@ -214,7 +223,7 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
     world, experts = world_of(layout, sizes, halves), experts_of(batch, sizes, seed=1)
     kept = on_ranks(
         NUM_RANKS,
-        lambda rank: world.records[rank].keep(batch, recorded_by(rank, batch, experts, ENGINES["four"]), iteration=5),
+        lambda rank: world.records[rank].add(batch, recorded_by(rank, batch, experts, ENGINES["four"]), 5),
     )[0]
     assert (
         sum(world.sent.values())
@@ -224,7 +233,7 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
     assert layout.row_shares == 1 or rows_that_stay(batch, layout.row_shares, epochs) != replica_rows(
         batch, layout.row_shares
     )
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(kept, epochs))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(kept, 5, epochs))
     for rows in [rows for mini_batches in epochs for rows in mini_batches]:
         some, own = kept.select(rows), torch.cat([of_row(batch, experts, row) for row in rows.tolist()])
         check_rows(world, layout, some, own)
@@ -236,13 +245,13 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
 def test_records_of_several_rollouts_wait_until_the_batch_is_chosen(actor: str, engines: str) -> None:
     """Those of chosen rows go to their owners, once; others stay for the next batch, or are forgotten unsent."""
     layout, sizes, batch = ACTORS[actor], SIZES["uint8"], rollout()
-    world, more = world_of(layout, sizes, halves, of_rollouts=False), rollout(first=2)
+    world, more = world_of(layout, sizes, halves, of_rollouts=False, engines=engines), rollout(first=2)
     experts = [experts_of(each, sizes, seed=seed) for seed, each in enumerate((batch, more))]
     kept = [
         on_ranks(
             NUM_RANKS,
-            lambda rank, each=each, its=its: world.records[rank].keep(
-                each, recorded_by(rank, each, its, ENGINES[engines]), iteration=1
+            lambda rank, each=each, its=its: world.records[rank].add(
+                each, recorded_by(rank, each, its, ENGINES[engines]), 1
             ),
         )[0]
         for each, its in zip((batch, more), experts, strict=True)
@@ -257,19 +266,19 @@ def test_records_of_several_rollouts_wait_until_the_batch_is_chosen(actor: str, 
     rest = more.select(torch.tensor([0, 1, 2])), kept[1].select(torch.tensor([0, 1, 2]))
     whole = int(chosen.lengths.sum()) * per_token * layout.tp * layout.cp
 
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(chosen, 1))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(chosen, 1))
     sent = dict(world.sent)
     assert sum(sent.values()) <= whole == sum(kept_bytes(records) for records in world.records)
     assert check_rows(world, layout, chosen, own) == rows_that_stay(
         chosen, layout.row_shares, halves(chosen.prompt_indices, 1)
     )
-    for step in ("settle", "move"):
+    for step in ("chosen", "mini-batches"):
         on_ranks(
             NUM_RANKS,
             lambda rank, step=step: (
-                world.records[rank].settle(chosen, 1)
-                if step == "settle"
-                else world.records[rank].move(chosen, halves(chosen.prompt_indices, 1))
+                world.records[rank].send(chosen, 1)
+                if step == "chosen"
+                else world.records[rank].send(chosen, 1, halves(chosen.prompt_indices, 1))
             ),
         )
     assert world.sent == sent, "they are there by now"
@@ -279,9 +288,9 @@ def test_records_of_several_rollouts_wait_until_the_batch_is_chosen(actor: str, 
     assert torch.equal(files[0][EXPERTS], expected) and not any(EXPERTS in its for its in files[1:])
     for records in world.records:
         records.keep_only(rest[1].record_ids)
-        assert not records._kept and len(records._waiting) == 3
+        assert not kept_bytes(records) and [len(record.pieces) for record in records._records.values()] == [1] * 3
     world.sent.clear()
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(rest[1], 2))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(rest[1], 2))
     assert sum(world.sent.values()) <= int(rest[0].lengths.sum()) * per_token * layout.tp * layout.cp
     check_rows(world, layout, rest[1], expected)
 
@@ -294,10 +303,10 @@ def test_a_batch_of_a_file_and_a_rollout_settles(actor: str) -> None:
     experts = [experts_of(each, sizes, seed=seed) for seed, each in enumerate((batch, more))]
     taken, *_ = [records.take(batch, experts[0]) for records in world.records]
     made = on_ranks(
-        NUM_RANKS, lambda rank: world.records[rank].keep(more, recorded_by(rank, more, experts[1], ENGINES["four"]))
+        NUM_RANKS, lambda rank: world.records[rank].add(more, recorded_by(rank, more, experts[1], ENGINES["four"]), 4)
     )[0]
     whole = replace(joined(taken, made), prompt_indices=torch.arange(6).repeat_interleave(3))
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].settle(whole, 4))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(whole, 4))
     found = check_rows(world, layout, whole, torch.cat(experts))
     assert found == rows_that_stay(whole, layout.row_shares, halves(whole.prompt_indices, 4))
 
@@ -309,20 +318,20 @@ def test_records_move_once_where_mini_batches_are_others(actor: str, dtype: str)
     layout, sizes, batch = ACTORS[actor], SIZES[dtype], rollout()
     world, experts = world_of(layout, sizes), experts_of(batch, sizes, seed=1)
     kept = on_ranks(
-        NUM_RANKS, lambda rank: world.records[rank].keep(batch, recorded_by(rank, batch, experts, ENGINES["four"]))
+        NUM_RANKS, lambda rank: world.records[rank].add(batch, recorded_by(rank, batch, experts, ENGINES["four"]), 1)
     )[0]
     world.sent.clear()
     chosen = torch.tensor([8, 1, 0, 6, 7])
     some, own = kept.select(chosen), torch.cat([of_row(batch, experts, row) for row in chosen.tolist()])
     before, epochs = check_rows(world, layout, some, own), halves(some.prompt_indices, 1)
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(some, epochs))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(some, 1, epochs))
     sent = dict(world.sent)
     after = check_rows(world, layout, some, own)
     assert after == rows_that_stay(some, layout.row_shares, epochs)
     moved = [row for old, new in zip(before, after, strict=True) for row in new if row not in old]
     expected = int(some.lengths[moved].sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp * layout.cp
     assert sum(sent.values()) == expected and bool(moved) == (layout.row_shares > 1)
-    on_ranks(NUM_RANKS, lambda rank: world.records[rank].move(some, epochs))
+    on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(some, 1, epochs))
     assert world.sent == sent, "they are there by now"
     total = sum(kept_bytes(records) for records in world.records)
     assert total == int(batch.lengths.sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp * layout.cp
@@ -333,7 +342,7 @@ def test_rows_without_a_record_have_zeros_and_others_keep_theirs() -> None:
     world, experts = world_of(layout, sizes), experts_of(second, sizes, seed=2)
     numbered = on_ranks(NUM_RANKS, lambda rank: world.records[rank].take(second, experts))[0]
     both = joined(first, numbered)
-    assert both.has_routing and both.record_ids.tolist() == [-1] * 9 + list(range(9))
+    assert both.record_ids.tolist() == [-1] * 9 + list(range(9))
     whole = torch.cat([torch.zeros(len(first.input_ids), NUM_LAYERS, CHOSEN, dtype=torch.uint8), experts])
     rows = check_rows(world, layout, both, whole)
     assert [[row for row in part if row >= 9] for part in rows] == [
