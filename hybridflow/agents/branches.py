@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hybridflow.agents.chat_requests import Asked, AskedTokens
 from hybridflow.agents.chat_server import ChatRequest
 from hybridflow.errors import OtherConversation
-from hybridflow.rollout.rows import Branch, OpenRow
+from hybridflow.rollout.rows import Branch, TurnRow
 
 NewTokens = Callable[[Branch, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
 OTHERWISE = "; data.environment.earlier_turns: branch begins another sequence of the row then"
@@ -38,7 +38,7 @@ class Session:
     refused since no turn or token is left.
     """
 
-    record: OpenRow
+    record: TurnRow
     name: str
     has_prompt: bool
     requests: list[SequenceRequest] = field(default_factory=lambda: [SequenceRequest()])

@@ -31,7 +31,7 @@ from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeL
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import Branch, OpenRow, ReplicaRows, TurnEvent
+from hybridflow.rollout.rows import Branch, ReplicaRows, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Episode, TurnCounts
 
@@ -113,7 +113,7 @@ class Sessions:
 
     # ---- as `rollout.turns.Answers`
 
-    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
+    def admit(self, records: Sequence[TurnRow], episodes: Sequence[Episode]) -> None:
         new = list(map(self._new, records, episodes))
         self._waiting.extend(new)
         self._by_number |= {session.record.number: session for session in new}
@@ -135,7 +135,7 @@ class Sessions:
     def abandon(self) -> None:
         self._pool.finish_all(session.record.worker for session in self._left.values())
 
-    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
+    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         session, shared, sequence = self._by_number[row.number], self._shared, row.branches[branch]
         of_sequence, token_ids = session.requests[branch], turn.token_ids
         request, asked = of_sequence.request, of_sequence.asked
@@ -203,7 +203,7 @@ class Sessions:
 
     # ---- agents
 
-    def _new(self, record: OpenRow, episode: Episode) -> Session:
+    def _new(self, record: TurnRow, episode: Episode) -> Session:
         prompt = {} if episode.messages is None else {self._shared.prompt_key: episode.messages}
         record.columns, record.limit = {**episode.columns, **prompt}, episode.limit
         return Session(record, f"{record.of_rollout}-{secrets.token_hex(8)}", bool(record.branches[0].prompt))

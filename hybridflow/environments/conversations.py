@@ -20,7 +20,7 @@ from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeL
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import Branch, Message, OpenRow, ReplicaRows, Transcript, TurnEvent
+from hybridflow.rollout.rows import Branch, Message, ReplicaRows, Transcript, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Episode, TurnCounts
 
@@ -58,7 +58,7 @@ class Conversation:
     last: the call that is under way ends the row. problem: why the row fails once the model has ended a turn.
     """
 
-    record: OpenRow
+    record: TurnRow
     episode: Episode
     start: int = -1
     tickets: set[int] = field(default_factory=set)
@@ -124,7 +124,7 @@ class Conversations:
 
     # ---- as `rollout.turns.Answers`
 
-    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
+    def admit(self, records: Sequence[TurnRow], episodes: Sequence[Episode]) -> None:
         self._waiting.extend(map(self._new, records, episodes))
         self._begin_waiting()
 
@@ -141,7 +141,7 @@ class Conversations:
     def abandon(self) -> None:
         self._pool.finish_all(conversation.record.worker for conversation in self._under_way.values())
 
-    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
+    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
         ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
         conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))
@@ -194,7 +194,7 @@ class Conversations:
         ]
         return replace(found, calls=tuple(calls))
 
-    def _new(self, record: OpenRow, episode: Episode) -> Conversation:
+    def _new(self, record: TurnRow, episode: Episode) -> Conversation:
         record.columns, record.limit = episode.columns, episode.limit
         assert episode.messages is not None, "the prompt of a row with an environment is a conversation"
         record.branches[0].transcript = Transcript(list(episode.messages))

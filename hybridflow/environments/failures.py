@@ -5,7 +5,7 @@ import sys
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.rows import OpenRow, TurnEvent
+from hybridflow.rollout.rows import TurnEvent, TurnRow
 
 MOST_SHOWN = 3  # failures of a rollout that a rank shows in full
 
@@ -16,7 +16,7 @@ class Failures:
     def __init__(self, config: EnvironmentConfig, rank: int) -> None:
         self._config, self._rank, self._number = config, rank, 0
 
-    def event(self, row: OpenRow, problem: str, *, drops: bool = False) -> TurnEvent:
+    def event(self, row: TurnRow, problem: str, *, drops: bool = False) -> TurnEvent:
         """The end of a row that has failed. Errors: RewardError where that ends the run."""
         what = f"{self._config.field}: row {row.of_rollout}, turn {row.turn}: {problem}"
         if self._config.on_error == "end_run":

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hybridflow.config.environment import EnvironmentConfig
-from hybridflow.rollout.rows import OpenRow
+from hybridflow.rollout.rows import TurnRow
 
 KEY = "data.environment"
 MOST_STARTS = 3  # of a row whose process ends before anything of the model was heard there
@@ -27,7 +27,7 @@ class TimeLimits:
     def pause(self) -> None:
         self.paused = time.monotonic()
 
-    def resume(self, rows: Iterable[OpenRow]) -> None:
+    def resume(self, rows: Iterable[TurnRow]) -> None:
         """The next part of partial rollouts begins. What has passed since `pause` is no time of the rows."""
         self.begun = time.monotonic()
         for row in rows:

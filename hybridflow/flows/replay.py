@@ -2,7 +2,7 @@
 
     replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
     replay.rollout(prompts, always(4), iteration=3)     # what the run's engine gave then
-    replay.compared(3, vars(batch))                     # and what was computed of it, then and now
+    replay.compared(3, batch.tensors())                    # and what was computed of it, then and now
 
 A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
 what was generated, and everything after is computed anew. That is the same iteration where the weights are those it

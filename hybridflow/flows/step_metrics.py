@@ -94,7 +94,7 @@ def _check(
     raise NonFinite(
         f"{role.name}, step {number + 1} of the iteration: loss {values['loss']}, gradient norm {values['grad_norm']}; "
         f"first in {where}",
-        vars(batch),
+        batch.tensors(),
     )
 
 

@@ -1,7 +1,7 @@
 """Whether all ranks have the same: the files of a run when it starts, the batch of each iteration.
 
     check_agreement({"data.train": prompts.digest, ...}, dist.group.WORLD)
-    check_agreement({f"iteration {i}: the batch": digest_tensors(vars(batch))}, dist.group.WORLD)
+    check_agreement({f"iteration {i}: the batch": digest_tensors(batch.tensors())}, dist.group.WORLD)
 
 Ranks compute on what they take for one batch under one config. Where a host has another file, nothing fails by itself:
 the parts are put together all the same. So ranks compare what they have, by 16 bytes a rank.

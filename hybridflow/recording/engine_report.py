@@ -105,7 +105,7 @@ def staleness_metrics(batch: RolloutBatch, iteration: int) -> Metrics:
         return {}
     stale = (iteration - 1 - batch.versions[:, 0].long())[batch.response_mask]
     found: Metrics = {"rollout/staleness_mean": stale.float().mean(), "rollout/staleness_max": float(stale.max())}
-    known, mask = vars(batch), batch.response_mask
+    known, mask = batch.tensors(), batch.response_mask
     difference = (known["log_probs"] - batch.rollout_log_probs).abs()[mask] if "log_probs" in known else None
     for number, count in enumerate(stale.bincount().tolist()):
         found[f"rollout/staleness_{number}_fraction"] = count / len(stale)

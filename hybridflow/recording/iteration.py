@@ -44,7 +44,7 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     the distribution that was sampled from: with top_p, top_k, min_p, penalties or biases the difference of that to the
     trainer's softmax is in them too.
     """
-    known: Mapping[str, Tensor] = vars(batch)
+    known = batch.tensors()
     mask, kept, metrics = batch.response_mask, ~batch.failed, Metrics()
     if "raw_scores" in known:
         scores, groups = known["raw_scores"][kept], batch.prompt_indices[kept]
@@ -77,7 +77,7 @@ def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
 
     sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty bucket the number alone.
     """
-    known: Mapping[str, Tensor] = vars(batch)
+    known = batch.tensors()
     of_rows, metrics = torch.tensor(buckets.for_lengths(batch.prompt_lengths.tolist())), Metrics()
     response_lengths = tokens_in_mask(batch.response_mask, batch.lengths).float()
     for bucket, name in enumerate([*(f"up_to_{end}" for end in buckets.ends), "longer"]):

@@ -133,7 +133,7 @@ class Actor(TrainedRole):
         self.expert_load = torch.zeros(*shape, dtype=torch.int64, device=world.platform.device)
         self._first_step_counts, self._all_steps_count = True, True
         self.records: RoutingRecords | None = None
-        if routing is not None and engines is not None:
+        if routing is not None:
             alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
             self.records = RoutingRecords(
                 routing,

@@ -15,7 +15,7 @@ every rank knows what goes where, and no rank asks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class _Record:
 
     pieces: Sequence[RecordedPiece] = ()
     keeper: int | None = None
-    experts: Tensor | None = field(default=None)
+    experts: Tensor | None = None
 
 
 class RoutingRecords:
@@ -56,7 +56,7 @@ class RoutingRecords:
         rank: int,
         world: Exchange,
         replicas: Exchange | None,
-        engines: tuple[RolloutLayout, Stages],
+        engines: tuple[RolloutLayout, Stages] | None = None,
         trainers: tuple[Exchange, Sequence[int]] | None = None,
         mini_batches: MiniBatches | None = None,
         of_rollouts: bool = True,
@@ -64,17 +64,13 @@ class RoutingRecords:
         """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
 
         engines: that record, and the layers of an engine's pipeline stages, of which the first tensor-parallel rank
-        records. trainers: the exchange of the ranks that write files, and these ranks; None: all. mini_batches: of a
+        records; None: all records are of files. trainers: the exchange of the ranks that write files, and these ranks; None: all. mini_batches: of a
         batch; None: nobody knows them. of_rollouts: a rollout is a batch.
         """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
-        self._engines, self._trainers, self._mini_batches, self._of_rollouts = (
-            engines,
-            trainers,
-            mini_batches,
-            of_rollouts,
-        )
+        self._engines, self._trainers = engines, trainers
+        self._mini_batches, self._of_rollouts = mini_batches, of_rollouts
         self._stages = actor.stages(sizes.num_layers)
         self._at = actor.coordinates(rank) if rank in actor else None
         self._records: dict[int, _Record] = {}  # by number
@@ -84,7 +80,8 @@ class RoutingRecords:
     @property
     def recorder(self) -> int | None:
         """The engine replica of which this rank records experts."""
-        return self._engines[0].coordinates(self._rank).replica if self._made_layers(self._rank) else None
+        replica, layers = self._made(self._rank)
+        return replica if layers else None
 
     def add(self, batch: RolloutBatch, rows: Sequence[Sequence[RecordedPiece]], iteration: int) -> RolloutBatch:
         """The batch with records of these pieces, by row in the order of their tokens. Collective over the world.
@@ -141,12 +138,12 @@ class RoutingRecords:
             on_way.setdefault((piece.made_by, self._records[ids[row_of[number]]].keeper), []).append(number)
 
         def parcel(source: int, target: int) -> Parcel:
-            layers = self._made_layers(source)
+            replica, layers = self._made(source)
             if not layers or target not in self._actor:
                 return NO_PARCEL
-            made, kept = self._engines[0].coordinates(source), self._actor.coordinates(target)
+            kept = self._actor.coordinates(target)
             both = set(layers) & set(self._stages[kept.pp])
-            return Parcel(on_way.get((made.replica, kept.dp // self._actor.cp), ()), sorted(both))
+            return Parcel(on_way.get((replica, kept.dp // self._actor.cp), ()), sorted(both))
 
         for arrived, found in self._sent_pieces(all_pieces, parcel):
             for number, experts in found.items():
@@ -160,21 +157,17 @@ class RoutingRecords:
         all_pieces = [piece for pieces in rows for piece in pieces]
 
         def parcel(source: int, target: int) -> Parcel:
-            layers = self._made_layers(source)
+            replica, layers = self._made(source)
             if target or not layers:
                 return NO_PARCEL
-            replica = self._engines[0].coordinates(source).replica
             return Parcel([number for number, piece in enumerate(all_pieces) if piece.made_by == replica], layers)
 
         arrived = self._sent_pieces(all_pieces, parcel)
         return None if self._rank else filled(arrived, [piece.num_tokens for piece in all_pieces], self.sizes)
 
     def _sent_pieces(self, pieces: Sequence[RecordedPiece], parcel: Callable[[int, int], Parcel]) -> Arrived:
-        world, lengths, every = (
-            range(self._world.group.size()),
-            [piece.num_tokens for piece in pieces],
-            range(self.sizes.num_layers),
-        )
+        lengths, every = [piece.num_tokens for piece in pieces], range(self.sizes.num_layers)
+        world = range(self._world.group.size())
         nothing = self.sizes.nothing(0)
         own = {number: nothing if piece.experts is None else piece.experts for number, piece in enumerate(pieces)}
         return sent(
@@ -185,12 +178,12 @@ class RoutingRecords:
             self.sizes,
         )
 
-    def _made_layers(self, rank: int) -> tuple[int, ...]:
-        """Those that the rank records."""
-        engines, stages = self._engines
-        if rank not in engines or engines.coordinates(rank).tp:
-            return ()
-        return tuple(stages[engines.coordinates(rank).pp])
+    def _made(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The engine replica of which the rank records experts, and the layers; nothing without layers."""
+        if self._engines is None or rank not in self._engines[0]:
+            return 0, ()
+        (engines, stages), at = self._engines, self._engines[0].coordinates(rank)
+        return at.replica, () if at.tp else tuple(stages[at.pp])
 
     def _put(self, record: _Record, experts: Tensor, layers: Sequence[int], start: int, length: int) -> None:
         """Keep these layers of these tokens of a record, which may come from several ranks."""

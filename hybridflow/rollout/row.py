@@ -5,7 +5,7 @@
     tensors = gathered({0: row}, 2, exchange)           # rows of all replicas; a file of a checkpoint has the same
     rows = rows_of(tensors)
 
-A row of a partial rollout is one whose `state` is RUNNING. Where an environment answers, `rows.OpenRow` writes it.
+A row of a partial rollout is one whose `state` is RUNNING. Where an environment answers, `rows.TurnRow` writes it.
 """
 
 from array import array

@@ -133,8 +133,8 @@ class Branch(Written):
         self.opening = self.opening if self.num_tokens else 0
 
 
-class OpenRow:
-    """A row that has not ended, as sequences. number: in the replica. of_rollout: in the rollout.
+class TurnRow:
+    """A row of many turns that has not ended. number: in the replica. of_rollout: in the rollout.
 
     several: the row may have several sequences. version: of the actor that the engine has now.
 
@@ -252,15 +252,15 @@ class ReplicaRows:
     """The rows of an engine replica. room: turns that the engine takes at a time; num_speaking: that it has now."""
 
     def __init__(self, *, several: bool = False, room: int = 1 << 30) -> None:
-        self._records: dict[int, OpenRow] = {}
+        self._records: dict[int, TurnRow] = {}
         self._several, self._next, self._version = several, 0, 0
         self.room, self.num_speaking, self.num_dropped = room, 0, 0
         self._happened: list[tuple[TurnEvent, list[EngineCall]]] = []
 
-    def admit(self, requests: Sequence[Request], of_rollout: Sequence[int]) -> list[OpenRow]:
+    def admit(self, requests: Sequence[Request], of_rollout: Sequence[int]) -> list[TurnRow]:
         """Further rows, which get the next numbers."""
         new = [
-            OpenRow(self._next + i, row, request, several=self._several)
+            TurnRow(self._next + i, row, request, several=self._several)
             for i, (request, row) in enumerate(zip(requests, of_rollout, strict=True))
         ]
         self._next += len(new)
@@ -279,10 +279,10 @@ class ReplicaRows:
             record.version = version
 
     @property
-    def records(self) -> list[OpenRow]:
+    def records(self) -> list[TurnRow]:
         return list(self._records.values())
 
-    def __getitem__(self, number: int) -> OpenRow:
+    def __getitem__(self, number: int) -> TurnRow:
         return self._records[number]
 
     def __contains__(self, number: int) -> bool:
@@ -296,7 +296,7 @@ class ReplicaRows:
         return bool(self._happened)
 
     def apply(self, event: TurnEvent) -> None:
-        """See `OpenRow.apply`; `take_events` has the engine's calls."""
+        """See `TurnRow.apply`; `take_events` has the engine's calls."""
         record = self[event.row]
         turns, speaking = record.turn, record.num_speaking
         self._happened.append((event, record.apply(event)))
@@ -304,7 +304,7 @@ class ReplicaRows:
         self.num_dropped += max(0, turns - record.turn)
 
     def hear(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """See `OpenRow.hear`."""
+        """See `TurnRow.hear`."""
         self.num_speaking -= 1
         self[row].hear(branch, token_ids, log_probs)
 

@@ -27,7 +27,7 @@ from hybridflow.errors import OfAnotherRank, RewardError
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, RolloutEngine, response_of
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import EngineCall, Message, OpenRow, ReplicaRows, TurnEvent
+from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, TurnEvent, TurnRow
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams
@@ -106,7 +106,7 @@ class NewRow:
 class Answers(Protocol):
     """Who answers the model, on the first rank of an engine replica."""
 
-    def admit(self, records: Sequence[OpenRow], episodes: Sequence[Episode]) -> None:
+    def admit(self, records: Sequence[TurnRow], episodes: Sequence[Episode]) -> None:
         """These rows begin."""
 
     def pause(self) -> None:
@@ -118,7 +118,7 @@ class Answers(Protocol):
     def abandon(self) -> None:
         """The rows that are left have no end. Who has begun something for them ends it."""
 
-    def said(self, row: OpenRow, branch: int, turn: RolloutRow) -> None:
+    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         """A turn of the model has ended, and the record has it."""
 
     def work(self, *, wait: bool) -> None:
@@ -296,7 +296,7 @@ class TurnTaking:
         if self._answers is not None:
             self._answers.abandon()
 
-    def _admit(self, new: Sequence[NewRow]) -> list[OpenRow]:
+    def _admit(self, new: Sequence[NewRow]) -> list[TurnRow]:
         """Behind what goes on: who answers begins rows at once, by events that all ranks get."""
         records = self._rows.admit([row.request for row in new], [row.name for row in new])
         if self._answers is not None:

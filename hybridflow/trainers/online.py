@@ -323,7 +323,7 @@ class OnlineTrainer(loop.Trainer):
             self._looked_at_ends = True
             if done.batch.truncated.all():
                 recorder.message(self.inputs.all_cut(self.config.sampling, done.number, len(done.batch)))
-        for line in [] if self.replay is None else self.replay.compared(iteration, vars(done.batch)):
+        for line in [] if self.replay is None else self.replay.compared(iteration, done.batch.tensors()):
             recorder.message(line)
         return done
 

@@ -140,7 +140,7 @@ def iteration(algorithm: str, num_tokens: int, *, profile: bool) -> Cells:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     del stages.seconds[STAND_IN], stages.peak[STAND_IN]
     tokens = len(done.batch.input_ids)
-    held = sum(x.nbytes for x in vars(done.batch).values())
+    held = sum(x.nbytes for x in done.batch.tensors().values())
     seconds = {f"us: {name}": 1e6 * value / tokens for name, value in sorted(stages.seconds.items())}
     peaks = {f"bytes: {name}": (value - before) / tokens for name, value in sorted(stages.peak.items())}
     engine = stages.seconds.get("responses of the own engine", 0.0)

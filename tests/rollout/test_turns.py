@@ -11,7 +11,7 @@ from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout import known_failures
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.row import BEGINS, SAMPLED, RolloutRow
-from hybridflow.rollout.rows import EngineCall, OpenRow, ReplicaRows, TurnEvent
+from hybridflow.rollout.rows import EngineCall, ReplicaRows, TurnEvent, TurnRow
 from hybridflow.rollout.turns import LeaderBroadcast
 from tests.launch import run_ranks
 from tests.rollout.turns_worker import LISTS
@@ -75,8 +75,8 @@ def test_only_errors_of_whole_replicas_wait_for_the_other_ranks(
     assert not met
 
 
-def row_record(prompt: list[int], *, several: bool = False) -> OpenRow:
-    return OpenRow(0, 0, Request(prompt, seed=7, bucket=1), several=several)
+def row_record(prompt: list[int], *, several: bool = False) -> TurnRow:
+    return TurnRow(0, 0, Request(prompt, seed=7, bucket=1), several=several)
 
 
 def sampled(row: RolloutRow) -> list[bool]:
@@ -87,7 +87,7 @@ def starts(row: RolloutRow) -> list[int]:
     return [place for place, flag in enumerate(row.flags) if flag & BEGINS]
 
 
-def asked(row: OpenRow, *token_ids: int, branch: int = 0) -> Request:
+def asked(row: TurnRow, *token_ids: int, branch: int = 0) -> Request:
     """What the engine is asked once these tokens stand in a sequence."""
     [call] = row.apply(TurnEvent(0, token_ids, max_tokens=9, branch=branch))
     assert call.request is not None and call.max_tokens == 9
@@ -162,7 +162,7 @@ def test_nothing_of_a_failed_row_is_the_policys() -> None:
     assert starts(found) == []
 
 
-def row_of(*order: int, prompt: bool = True) -> tuple[OpenRow, dict[int, int]]:
+def row_of(*order: int, prompt: bool = True) -> tuple[TurnRow, dict[int, int]]:
     """Sequences begin in this order, each with its number twice, or three times from 30 on; their seeds by number.
 
     prompt: before them one begins with the row's prompt.
