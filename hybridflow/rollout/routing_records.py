@@ -64,8 +64,8 @@ class RoutingRecords:
         """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
 
         engines: that record, and the layers of an engine's pipeline stages, of which the first tensor-parallel rank
-        records; None: all records are of files. trainers: the exchange of the ranks that write files, and these ranks; None: all. mini_batches: of a
-        batch; None: nobody knows them. of_rollouts: a rollout is a batch.
+        records; None: all records are of files. trainers: the exchange of the ranks that write files, and these ranks;
+        None: all. mini_batches: of a batch; None: nobody knows them. of_rollouts: a rollout is a batch.
         """
         self.sizes = sizes
         self._actor, self._rank, self._world, self._replicas = actor, rank, world, replicas
@@ -182,7 +182,8 @@ class RoutingRecords:
         """The engine replica of which the rank records experts, and the layers; nothing without layers."""
         if self._engines is None or rank not in self._engines[0]:
             return 0, ()
-        (engines, stages), at = self._engines, self._engines[0].coordinates(rank)
+        engines, stages = self._engines
+        at = engines.coordinates(rank)
         return at.replica, () if at.tp else tuple(stages[at.pp])
 
     def _put(self, record: _Record, experts: Tensor, layers: Sequence[int], start: int, length: int) -> None:
