@@ -103,6 +103,7 @@ def _box_outside() -> None:
 
 
 NOTHING_HELD_OUT: Any = SimpleNamespace(inputs=SimpleNamespace(heldout=None))
+STALE: Any = SimpleNamespace(algorithm=None, rollout=SimpleNamespace(max_staleness=1))
 OTHER_KIND: Any = SimpleNamespace(_config=None, _book=None)
 STAGE: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: [("model.layers.2.up", None)]))
 
@@ -114,6 +115,16 @@ STAGE: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: [("m
             lambda: OnlineTrainer(None, replay=Path("runs/a"), rollout_only=True),  # type: ignore[arg-type]
             ConfigError,
             ["replay = runs/a", "rollout_only = True", "one of the two"],
+        ),
+        (
+            lambda: OnlineTrainer(None, replay=Path("runs/a"), source=_without_proc),  # type: ignore[arg-type]
+            ConfigError,
+            ["replay = runs/a", "source = <function _without_proc", "one of the two"],
+        ),
+        (
+            lambda: OnlineTrainer(STALE, source=_without_proc),  # type: ignore[arg-type]
+            ConfigError,
+            ["rollout.max_staleness = 1", "a source of your own", "Set rollout.max_staleness=0"],
         ),
         (lambda: OnlineTrainer.evaluate(NOTHING_HELD_OUT), ConfigError, ["data.heldout = null", "needs held-out"]),
         (lambda: FixedDataTrainer.evaluate(NOTHING_HELD_OUT), ConfigError, ["data.heldout = null", "needs held-out"]),

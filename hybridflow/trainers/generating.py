@@ -16,12 +16,11 @@ from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScori
 from hybridflow.flows.partial import UNDER_WAY, Partial
 from hybridflow.flows.replay import Replay, Replayed
 from hybridflow.flows.synchronous import SharedEngine, Synchronous
-from hybridflow.parallel.platform import Platform, fresh_store
+from hybridflow.parallel.platform import fresh_store
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.store_client import StoreClient
 from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
 from hybridflow.placement.placed import PlacedRun
-from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.rollout.routing_records import RoutingRecords
@@ -37,14 +36,13 @@ def source_of(
     manager: CheckpointManager,
     draws: PromptDraws,
     stop: StopRequest,
-    platform: Platform,
-    watch: Stopwatch,
+    world: RunContext,
     hooks: RunHooks,
 ) -> Source:
     """A checkpoint has what a source kept. Only a start that generates as the one before goes on with that."""
     kept = manager.state.kept if manager.state is not None and manager.may_load_rollout else {}
     if isinstance(generator, Replay):
-        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws, watch=watch)
+        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws, watch=world.watch)
     if apart is not None:
         return OneStepOff(
             generator,
@@ -59,11 +57,11 @@ def source_of(
             kept=kept.get(NEXT),
             goes_on=manager.state is not None,
         )
-    engine = SharedEngine(generator, roles, platform)
+    engine = SharedEngine(generator, roles, world.platform)
     if config.rollout.partial is not None:
         under_way = kept.get(UNDER_WAY)
-        return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, watch=watch)
-    return Synchronous(engine, scoring, roles.actor, config.sampling, draws=draws, watch=watch, hooks=hooks)
+        return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, watch=world.watch)
+    return Synchronous(engine, scoring, roles.actor, config.sampling, draws=draws, watch=world.watch, hooks=hooks)
 
 
 DROPPED = {

@@ -4,7 +4,7 @@ trainer = OnlineTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
 trainer.fit()
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -25,7 +25,7 @@ from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.engine_ranks import EngineRanks, EnginesApart
 from hybridflow.flows.evaluate import evaluate
-from hybridflow.flows.generation import Moment
+from hybridflow.flows.generation import Moment, Source
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.replay import Replay, dumped_batches, with_experts
@@ -68,6 +68,7 @@ class OnlineTrainer(loop.Trainer):
     watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
     replay: a run directory whose dumped batches take the engine's place, or one of them.
     rollout_only: generate and score, and train nothing.
+    source: makes the source of rollouts when models and inputs are built. The trainer builds no engine.
     """
 
     def __init__(
@@ -77,16 +78,17 @@ class OnlineTrainer(loop.Trainer):
         *,
         replay: Path | None = None,
         rollout_only: bool = False,
+        source: Callable[["OnlineTrainer"], Source] | None = None,
     ) -> None:
-        if replay is not None and rollout_only:
-            raise ConfigError(
-                f"replay = {replay}, rollout_only = True: a replay generates nothing; give one of the two"
-            )
+        if replay is not None and (rollout_only or source is not None):
+            other = "rollout_only = True" if rollout_only else f"source = {source}"
+            raise ConfigError(f"replay = {replay}, {other}: a replay generates nothing; give one of the two")
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
-        if config.rollout.max_staleness and (replay is not None or rollout_only):
-            given = "--rollout-only" if rollout_only else "--replay"
+        self._generates, self._own_source = replay is None and source is None, source
+        if config.rollout.max_staleness and (rollout_only or not self._generates):
+            given = "--rollout-only" if rollout_only else "--replay" if source is None else "a source of your own"
             raise ConfigError(
                 f"rollout.max_staleness = {config.rollout.max_staleness}: {given} trains nothing beside an engine. "
                 "Set rollout.max_staleness=0"
@@ -113,7 +115,7 @@ class OnlineTrainer(loop.Trainer):
         config = self.config = config.with_chat_template(self.inputs.chat_template)
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
-        if files is None:
+        if self._generates:
             prepare_vllm()  # reports a missing vLLM before the models load
         watch, groups = Stopwatch.for_platform(self.platform), ProcessGroups()
         self.apart = apart = EnginesApart.of_run(self.placed, groups, self.platform)
@@ -131,8 +133,8 @@ class OnlineTrainer(loop.Trainer):
         )
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self._load_checkpoint(digests, group)
-        self.replay = None if files is None else self._replay(files)
-        if self.replay is None:
+        self.replay = None if files is None else self.replay_of(files)
+        if self._generates:
             self.generator = build_generator(self.placed, self.roles, self.inputs, world)
         if self.serves:
             self._build_engine_ranks(watch)
@@ -205,20 +207,8 @@ class OnlineTrainer(loop.Trainer):
             load_rollout=self._load_rollout,
             trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
-        scoring, self.notices = overlapped_scoring(self.placed, self.roles, world)
-        self.source = source_of(
-            config,
-            self.generator if self.replay is None else self.replay,
-            scoring,
-            self.roles,
-            apart=self.apart,
-            manager=self.checkpoint_manager,
-            draws=PromptDraws(config, self.inputs.train),
-            stop=self.stop,
-            platform=self.platform,
-            watch=watch,
-            hooks=self.hooks,
-        )
+        self.scoring, self.notices = overlapped_scoring(self.placed, self.roles, world)
+        self.source = self._shipped_source(world) if self._own_source is None else self._own_source(self)
         self.checkpoint_manager.completed = partial(self.source.state, moment="after")
         self.book: OnlineBookkeeping = OnlineBookkeeping(
             config,
@@ -234,17 +224,32 @@ class OnlineTrainer(loop.Trainer):
         self.run = Run(config, self.book, self.source)
         self.run.state = state_of_flows(self.checkpoint_manager, self._records) or self.run.state
 
+    def _shipped_source(self, world: RunContext) -> Source:
+        return source_of(
+            self.config,
+            self.generator if self.replay is None else self.replay,
+            self.scoring,
+            self.roles,
+            apart=self.apart,
+            manager=self.checkpoint_manager,
+            draws=PromptDraws(self.config, self.inputs.train),
+            stop=self.stop,
+            world=world,
+            hooks=self.hooks,
+        )
+
     def _load_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
         """What an earlier start of the run has generated for the iteration in which it ended."""
         samples = self.config.sampling.samples
 
         def read(file: Path) -> tuple[RolloutBatch, Tensor | None]:
-            return self._replay({iteration: file}).read(prompts, samples_per_prompt=samples, iteration=iteration)
+            return self.replay_of({iteration: file}).read(prompts, samples_per_prompt=samples, iteration=iteration)
 
         found = self.checkpoint_manager.load_rollout(iteration, read)
         return None if found is None else with_experts(*found, self._records, iteration)
 
-    def _replay(self, files: dict[int, Path]) -> Replay:
+    def replay_of(self, files: Mapping[int, Path]) -> Replay:
+        """What reads rollouts of this run from files of batches, by iteration."""
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
         environment, records = self.config.data.environment, self._records
         return Replay(
@@ -293,7 +298,7 @@ class OnlineTrainer(loop.Trainer):
         """See `Trainer`."""
         of_source = self.source.begin_run()
         layouts = {name: model.layout for name, model in self.placed.models.items()}
-        cache = None if self.replay is not None else self.generator.cache_report()
+        cache = self.generator.cache_report() if self._generates else None
         recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
         understood = self.inputs.understood(self.config)
         return [*self.checkpoint_manager.notes, *self.inputs.notes(), *understood, *of_source, *self._notes(last)]
