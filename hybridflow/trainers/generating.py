@@ -83,9 +83,7 @@ def state_of_flows(manager: CheckpointManager, records: RoutingRecords | None) -
     return with_records(state.keeping(SURPLUS, None) if manager.is_fork else state, records)
 
 
-def overlapped_scoring(
-    placed: PlacedRun, roles: Roles, world: RunContext
-) -> tuple[OverlappedScoring, StoreClient | None]:
+def overlapped_scoring(placed: PlacedRun, roles: Roles, world: RunContext) -> OverlappedScoring:
     """With the notices between the ranks that score. Collective over the world."""
     rank, known = world.platform.rank, roles.scoring()
     models = [
@@ -93,15 +91,13 @@ def overlapped_scoring(
         for name in models_that_wait(placed)
         if placed.config.data.environment is None  # what it has written is not announced
     ]
-    notices = StoreClient(fresh_store(), "while waiting") if models else None
-    scoring = OverlappedScoring(
+    return OverlappedScoring(
         models,
         roles.scorer,
         placed.rollout,
         rank=rank,
         groups=world.groups,
-        notices=notices,
+        notices=StoreClient(fresh_store(), "while waiting") if models else None,
         exchange=world.exchange,
         watch=world.watch,
     )
-    return scoring, notices

@@ -207,7 +207,7 @@ class OnlineTrainer(loop.Trainer):
             load_rollout=self._load_rollout,
             trace=stage_traces(config.metrics.profile, config.run_dir, self.platform.rank),
         )
-        self.scoring, self.notices = overlapped_scoring(self.placed, self.roles, world)
+        self.scoring = overlapped_scoring(self.placed, self.roles, world)
         self.source = self._shipped_source(world) if self._own_source is None else self._own_source(self)
         self.checkpoint_manager.completed = partial(self.source.state, moment="after")
         self.book: OnlineBookkeeping = OnlineBookkeeping(
@@ -250,13 +250,12 @@ class OnlineTrainer(loop.Trainer):
 
     def replay_of(self, files: Mapping[int, Path]) -> Replay:
         """What reads rollouts of this run from files of batches, by iteration."""
-        vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
-        environment, records = self.config.data.environment, self._records
+        environment = self.config.data.environment
         return Replay(
             files,
-            vocab_size=vocab_size,
-            max_length=max_length,
-            records=records,
+            vocab_size=self.placed.actor.spec.vocab_size,
+            max_length=self.config.max_sequence_length,
+            records=self._records,
             num_rewards=0 if environment is None else len(environment.weights),
             several=environment is not None and environment.several,
         )

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridflow.flows import overlapped_scoring as while_waiting
 from hybridflow.flows.overlapped_scoring import PHASE, OverlappedModel, OverlappedScoring
+from hybridflow.parallel.platform import fresh_store
+from hybridflow.parallel.store_client import StoreClient
 from hybridflow.trainers.online import OnlineTrainer
 
 WAYS = (
@@ -22,22 +24,25 @@ WAYS = (
     "it was kept",
 )
 LATE = WAYS[2:4]
-RAN = "test: units that were run"
+RAN = "units that were run"
 
 
 def scored_in_all_ways(trainer: OnlineTrainer) -> dict[str, dict[str, Any]]:
     """By way: the rollout and its results, and how much each rank has computed ahead, by rank."""
-    return {way: scored(trainer, way) for way in WAYS}
+    notices = StoreClient(fresh_store(), "test")
+    found = {way: scored(trainer, way, notices) for way in WAYS}
+    notices.close()
+    return found
 
 
-def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
+def scored(trainer: OnlineTrainer, way: str, notices: StoreClient) -> dict[str, Any]:
     run, state = trainer.run, trainer.run.state
     trainer.book.begin(run, 1, 1)
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "it was kept":  # by an earlier start, which has generated the same
         rollout = run.rollout.select(torch.arange(len(run.rollout)))
         kept = patch.object(trainer.hooks, "load_rollout", lambda prompts, iteration: rollout)
-    with asked(way), late(trainer, way), kept:
+    with asked(way), late(trainer, way, notices), kept:
         rollout = run.generate()
     ahead = sum(len(model.ahead.known) for model in trainer.source.scoring._models)
     known = run.whole(
@@ -81,14 +86,12 @@ def asked(way: str) -> contextlib.AbstractContextManager[Any]:
     return patch.object(OverlappedScoring, "_others_generate", lambda self, board: answers[way](self))
 
 
-def late(trainer: OnlineTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
+def late(trainer: OnlineTrainer, way: str, notices: StoreClient) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
     layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.source.scoring._models
     if not models or engine is None or way not in LATE:
         return contextlib.nullcontext()
     slow = late_replica(trainer, way)
-    notices = trainer.notices
-    assert notices is not None, "models wait"
     before = notices.add(RAN, 0)
     assert before is not None
     if layout.coordinates(trainer.platform.rank).replica != slow:

@@ -21,18 +21,20 @@ from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION
 from tests.flows.replay_worker import no_vllm
 
+REPLICAS = ["actor.tensor_parallel_size=1"]  # two of the engine: models score while the other one generates
+
 
 def main(config: Path, directory: Path, out: Path) -> None:
     sys.path.insert(0, str(directory))
     from my_source import QueueDirectory
 
     is_first, queue = torchrun.torchrun_rank()[0] == 0, directory / "queue"
-    engine = OnlineTrainer(ExperimentConfig.from_yaml(config, ["name=engine", "metrics.dump_batches=true"]))
+    engine = OnlineTrainer(ExperimentConfig.from_yaml(config, ["name=engine", "metrics.dump_batches=true", *REPLICAS]))
     engine.fit()
     engine.generator.engine.close()
     known = {"engine": digest(engine)}
     source, num_rows = partial(QueueDirectory, queue, 3.0), len(engine.inputs.train)
-    queued = [f"data.train={config.parent / 'turned.jsonl'}", "name=queued"]
+    queued = [f"data.train={config.parent / 'turned.jsonl'}", "name=queued", *REPLICAS]
     for iteration in (1, 2):
         if is_first:
             put(config.parent / "engine" / "batches", queue, iteration, num_rows)
