@@ -19,15 +19,13 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config.length_buckets import always
-from hybridflow.config.sampling import SamplingConfig
 from hybridflow.flows.draws import PromptDraw
 from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.iteration import Metrics
 from hybridflow.reshard.execute import ReshardCost
 from hybridflow.roles.generator import Generator
-from hybridflow.roles.policy import Actor
 from hybridflow.rollout.turns import TurnCounts
 
 
@@ -43,7 +41,6 @@ class Greedy:
 
 SAMPLED = Sampled()
 Kinds = Sequence[Sampled | Greedy]
-DeferredRows = Callable[[PromptBatch], Sequence[int]]
 Moment = Literal["after", "stopped", "failed"]
 Numbers = tuple[int, ...]
 NO_IDS = torch.zeros(0, dtype=torch.int64)
@@ -137,25 +134,6 @@ def heldout_rollout(generator: Generator, heldout: HeldoutSet) -> RolloutBatch:
         samples_per_prompt=always(heldout.samples),
         iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
         first_prompt=0,
-    )
-
-
-def begin_scoring(
-    scoring: OverlappedScoring,
-    actor: Actor | None,
-    sampling: SamplingConfig,
-    prompts: PromptBatch,
-    *,
-    deferred: DeferredRows,
-    generates: bool = False,
-) -> None:
-    """Cut the responses to these prompts in units of scoring. generates: the responses are yet to come."""
-    scoring.begin(
-        prompts,
-        sampling.samples.for_lengths(prompts.lengths.tolist()),
-        limits=sampling.limits,
-        generates=generates,
-        left_out={} if actor is None else {actor: deferred(prompts)},
     )
 
 

@@ -26,19 +26,17 @@ from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
-    DeferredRows,
     Delivered,
     GenerationCosts,
     Kinds,
     Moment,
     Numbers,
-    begin_scoring,
     costs_of,
     forget_measures,
     heldout_rollout,
 )
 from hybridflow.flows.hooks import RunHooks
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
 from hybridflow.models.routing import as_record
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
@@ -169,7 +167,7 @@ class OneStepOff:
             self._next = PlannedRollout(self._drawn(planned.draw.position))
             self._start(self._next, iteration + 1, iteration - 1)
         draw = planned.draw
-        begin_scoring(self.scoring, self._actor, self._sampling, draw.batch, deferred=deferred)
+        self.scoring.begin(draw.batch, deferred)
         self.scoring.assign_rest(rollout)
         return Delivered(draw.numbers, draw.batch, (rollout,))
 

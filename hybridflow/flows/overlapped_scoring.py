@@ -1,6 +1,6 @@
 """Score finished responses while other engine replicas still generate.
 
-    scoring.begin(prompts, samples)                  # cut in units, before a token is generated
+    scoring.begin(prompts, deferred, generates=True) # cut in units, before a token is generated
     generator.generate(..., listener=scoring)        # calls on_response, on_engine_step, on_replica_done
     scoring.assign_rest(rollout)                     # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.config.sampling import SamplingConfig
 from hybridflow.flows.work_queue import TokenLists, WorkQueue
 from hybridflow.parallel.device import CPU
 from hybridflow.parallel.exchange import Exchange, PartialTensor
@@ -41,6 +41,7 @@ PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
 ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together
 NOTES_PER_SECOND = 300_000  # that the store hands out to them: each asks for those of all replicas
+DeferredRows = Callable[[PromptBatch], Sequence[int]]
 TakenUnit = tuple[int, TokenLists | None]  # a unit, with the responses where another replica has generated them
 Step = tuple[int, tuple[TakenUnit, ...]]  # a model and units for it
 
@@ -80,6 +81,7 @@ class OverlappedScoring:
     """Of this rank. Building it is collective over the world, and so are `begin` and `assign_rest`.
 
     models: those of `placement.overlapped_scoring.models_that_wait`, alike on all ranks; with them goes a store client.
+    sampling: says how many responses a prompt has, and how long.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class OverlappedScoring:
         scorer: Scorer | None,
         layout: RolloutLayout,
         *,
+        actor: Role | None,
+        sampling: SamplingConfig,
         rank: int,
         groups: ProcessGroups,
         notices: StoreClient | None,
@@ -95,7 +99,7 @@ class OverlappedScoring:
         watch: Stopwatch,
     ) -> None:
         self._models, self._scorer, self._layout, self._rank = tuple(models), scorer, layout, rank
-        self._exchange, self._watch = exchange, watch
+        self._actor, self._sampling, self._exchange, self._watch = actor, sampling, exchange, watch
         shared = self._models and len(layout.replicas[0]) > 1
         self._group = groups.own(layout.replicas) if shared else None
         self._replica = layout.coordinates(rank).replica if rank in layout else None
@@ -106,28 +110,23 @@ class OverlappedScoring:
         self._calls: RolloutCalls | None = None
         self._begun = False
 
-    def begin(
-        self,
-        prompts: PromptBatch,
-        samples: Sequence[int],
-        *,
-        limits: LengthBuckets[int],
-        generates: bool,
-        left_out: Mapping[Role, Sequence[int]] | None = None,
-    ) -> "OverlappedScoring":
-        """The next rollout has so many responses to each of these prompts.
+    def begin(self, prompts: PromptBatch, deferred: DeferredRows, *, generates: bool = False) -> None:
+        """Cut the responses to these prompts in units.
 
-        limits: on the length of a response. generates: it has not been kept. left_out: by model the rows that it is not
-        asked for.
+        deferred: rows of a sampled rollout of such prompts for which the actor is not asked. generates: the responses
+        are yet to come.
         """
+        lengths, limits = prompts.lengths.tolist(), self._sampling.limits
+        samples = self._sampling.samples.for_lengths(lengths)
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
         shares = prompts_of_replicas(prompts, self._samples, limits, len(self._layout.replicas))
-        longest = torch.tensor(limits.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
+        longest = torch.tensor(limits.for_lengths(lengths), dtype=torch.int64)
         costs = (prompts.lengths + self._samples * longest).tolist()
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
         for model in self._models:
-            model.role.ahead = PrecomputedScores(self._units.without((left_out or {}).get(model.role, ())))
+            left_out = deferred(prompts) if model.role is self._actor else ()
+            model.role.ahead = PrecomputedScores(self._units.without(left_out))
         self._calls = self._scorer.call_ahead(prompts) if self._scorer is not None else None
         self._of_prompts = _by_row(self._own_prompts(shares, samples) if self._calls is not None else [])
         self._of_units: dict[int, _Unfinished] = {}
@@ -136,7 +135,6 @@ class OverlappedScoring:
             self._of_units = _by_row([(unit, self._units.rows[unit]) for unit in self._own_units()])
         self._ready: list[_Unfinished] = []  # units that are not announced yet
         self._looked = 0.0
-        return self
 
     def disable(self) -> None:
         """Until the next `begin` no unit is scored early, and results of earlier units are dropped."""

@@ -21,17 +21,15 @@ from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
-    DeferredRows,
     Delivered,
     GenerationCosts,
     Kinds,
     Moment,
     Numbers,
-    begin_scoring,
     costs_of,
     forget_measures,
 )
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
 from hybridflow.flows.synchronous import SharedEngine
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
@@ -134,7 +132,7 @@ class Partial:
         if self._records is not None:
             rollout = self._records.add(rollout, pieces_of_groups(groups), self._iteration)
         check_rows(rollout)
-        begin_scoring(self.scoring, self._actor, self._config.sampling, prompts, deferred=deferred)
+        self.scoring.begin(prompts, deferred)
         self.scoring.assign_rest(rollout)
         return Delivered(tuple(group.number for group in groups), prompts, (rollout,))
 

@@ -25,23 +25,20 @@ from hybridflow.flows.draws import PromptDraw, PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
-    DeferredRows,
     Delivered,
     GenerationCosts,
     Greedy,
     Kinds,
     Moment,
     Numbers,
-    begin_scoring,
 )
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
 from hybridflow.models.routing import RoutingSizes, as_record, bits
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.run_dir import dumped_iteration
-from hybridflow.roles.policy import Actor
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
@@ -223,14 +220,13 @@ class Replayed:
         self,
         replay: Replay,
         scoring: OverlappedScoring,
-        actor: Actor | None,
         sampling: SamplingConfig,
         *,
         draws: PromptDraws,
         watch: Stopwatch,
     ) -> None:
         self._watch = watch
-        self._replay, self.scoring, self._actor, self._sampling, self._data = replay, scoring, actor, sampling, draws
+        self._replay, self.scoring, self._sampling, self._data = replay, scoring, sampling, draws
         self._iteration = self._num_generated = 0
         self._has_delivered = False  # since the last draw
 
@@ -266,7 +262,7 @@ class Replayed:
             rollout = self._replay.rollout(prompts, self._sampling.samples, self._iteration)
         self._has_delivered = True
         self._num_generated = rollout.num_response_tokens
-        begin_scoring(self.scoring, self._actor, self._sampling, prompts, deferred=deferred)
+        self.scoring.begin(prompts, deferred)
         self.scoring.assign_rest(rollout)
         return Delivered(numbers, prompts, (rollout,))
 

@@ -20,7 +20,6 @@ from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
-    DeferredRows,
     Delivered,
     GenerationCosts,
     Greedy,
@@ -28,19 +27,17 @@ from hybridflow.flows.generation import (
     Moment,
     Numbers,
     Sampled,
-    begin_scoring,
     costs_of,
     forget_measures,
     heldout_rollout,
 )
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
-from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
 from hybridflow.parallel.platform import Platform
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.generator import Generator
-from hybridflow.roles.policy import Actor
 from hybridflow.rollout.turns import TurnCounts
 
 
@@ -97,14 +94,13 @@ class Synchronous:
         self,
         engine: SharedEngine,
         scoring: OverlappedScoring,
-        actor: Actor | None,
         sampling: SamplingConfig,
         *,
         draws: PromptDraws,
         watch: Stopwatch,
         hooks: RunHooks,
     ) -> None:
-        self.engine, self.scoring, self._actor, self._sampling = engine, scoring, actor, sampling
+        self.engine, self.scoring, self._sampling = engine, scoring, sampling
         self._data, self._watch, self._hooks = draws, watch, hooks
         self._iteration = self._first_prompt = self._num_sampled = self._num_generated = 0
 
@@ -172,8 +168,7 @@ class Synchronous:
     def _sampled_alone(self, prompts: PromptBatch, deferred: DeferredRows) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
         rollout = self._hooks.load_rollout(prompts, self._iteration)
-        generates = rollout is None
-        begin_scoring(self.scoring, self._actor, self._sampling, prompts, deferred=deferred, generates=generates)
+        self.scoring.begin(prompts, deferred, generates=rollout is None)
         if rollout is None:
             with self.engine.awake(), self._watch.phase("generate"):
                 rollout = self._rollout(SAMPLED, prompts, self.scoring)

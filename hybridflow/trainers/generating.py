@@ -42,7 +42,7 @@ def source_of(
     """A checkpoint has what a source kept. Only a start that generates as the one before goes on with that."""
     kept = manager.state.kept if manager.state is not None and manager.may_load_rollout else {}
     if isinstance(generator, Replay):
-        return Replayed(generator, scoring, roles.actor, config.sampling, draws=draws, watch=world.watch)
+        return Replayed(generator, scoring, config.sampling, draws=draws, watch=world.watch)
     if apart is not None:
         return OneStepOff(
             generator,
@@ -61,7 +61,7 @@ def source_of(
     if config.rollout.partial is not None:
         under_way = kept.get(UNDER_WAY)
         return Partial(engine, scoring, roles.actor, config, draws=draws, kept=under_way, watch=world.watch)
-    return Synchronous(engine, scoring, roles.actor, config.sampling, draws=draws, watch=world.watch, hooks=hooks)
+    return Synchronous(engine, scoring, config.sampling, draws=draws, watch=world.watch, hooks=hooks)
 
 
 DROPPED = {
@@ -95,6 +95,8 @@ def overlapped_scoring(placed: PlacedRun, roles: Roles, world: RunContext) -> Ov
         models,
         roles.scorer,
         placed.rollout,
+        actor=roles.actor,
+        sampling=placed.config.sampling,
         rank=rank,
         groups=world.groups,
         notices=StoreClient(fresh_store(), "while waiting") if models else None,

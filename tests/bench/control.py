@@ -301,7 +301,18 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
     actor, reference = Model("actor", stages), Model("reference", stages)
     critic = Model("critic", stages) if algorithm == "ppo" else None
     roles, hooks = Roles(actor=actor, critic=critic, reference=reference, scorer=scorer), RunHooks()
-    scoring = OverlappedScoring([], scorer, layout, rank=0, groups=groups, notices=None, exchange=exchange, watch=watch)
+    scoring = OverlappedScoring(
+        [],
+        scorer,
+        layout,
+        actor=actor,
+        sampling=config.sampling,
+        rank=0,
+        groups=groups,
+        notices=None,
+        exchange=exchange,
+        watch=watch,
+    )
     engine = Engine(outputs(num_rows), stages)
     generator = stand_in_generator(config, engine, layout=layout, platform=platform, exchange=exchange)
     prompts, shared = (
@@ -309,7 +320,7 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
         SharedEngine(generator, roles, platform),
     )
     draws = PromptDraws(config, prompts)
-    source = Synchronous(shared, scoring, actor, config.sampling, draws=draws, watch=watch, hooks=hooks)
+    source = Synchronous(shared, scoring, config.sampling, draws=draws, watch=watch, hooks=hooks)
     deadlines = config.watchdog.deadlines()
     book = OnlineBookkeeping(
         config,

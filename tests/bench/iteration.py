@@ -200,6 +200,8 @@ def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Names
         [],
         trainer.roles.scorer,
         trainer.placed.rollout,
+        actor=trainer.roles.actor,
+        sampling=trainer.config.sampling,
         rank=trainer.platform.rank,
         groups=ProcessGroups(),
         notices=None,

@@ -94,13 +94,15 @@ def trained_weights(roles: Roles) -> list[Tensor]:
     return [p.data for role in roles.trained() for chunk in role.chunks for p in chunk.parameters()]
 
 
-def nobody_waits(world: RunContext) -> OverlappedScoring:
+def nobody_waits(config: ExperimentConfig, world: RunContext) -> OverlappedScoring:
     """Given responses are there at once: everything is scored when the rollout is whole."""
     layout = RolloutLayout(1, 1, ((0,),))
     return OverlappedScoring(
         [],
         None,
         layout,
+        actor=None,
+        sampling=config.sampling,
         rank=world.platform.rank,
         groups=world.groups,
         notices=None,
@@ -122,8 +124,7 @@ def given_run(
     prompts = GivenPrompts(config.data.prompts_per_iteration)
     source = Synchronous(
         SharedEngine(GivenResponses(rollout, greedy), roles, world.platform),
-        nobody_waits(world),
-        roles.actor,
+        nobody_waits(config, world),
         config.sampling,
         draws=PromptDraws(config, prompts),
         watch=world.watch,
