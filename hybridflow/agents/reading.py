@@ -12,7 +12,7 @@ from hybridflow.data.fields import TOOLS
 from hybridflow.data.rows import RowError
 from hybridflow.errors import ConfigError
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser, ToolError
-from hybridflow.rollout.turns import TurnCounts
+from hybridflow.rollout.turn_counts import TurnCounts
 
 Tools = Sequence[Mapping[str, Any]]
 MOST_KEPT = 64  # parsers: agents mostly have a few lists of tools

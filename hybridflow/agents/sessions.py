@@ -33,7 +33,8 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import Branch, ReplicaRows, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Episode, TurnCounts
+from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.turns import Episode
 
 LEFT = "a client that left"  # among what the user knows
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status

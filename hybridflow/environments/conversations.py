@@ -22,7 +22,8 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import Branch, Message, ReplicaRows, Transcript, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Episode, TurnCounts
+from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.turns import Episode
 
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
 

@@ -23,7 +23,7 @@ from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
 from hybridflow.flows.finite import check_finite
-from hybridflow.flows.generation import Source
+from hybridflow.flows.generation import GenerationCosts, Source
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.models import Roles
@@ -40,6 +40,7 @@ from hybridflow.recording.turns import count_metrics, turn_metrics
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
 from hybridflow.roles.objectives import KLTerm
 from hybridflow.rollout.routing_records import IDS
+from hybridflow.rollout.turn_counts import TurnCounts
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
@@ -224,7 +225,9 @@ class OnlineBookkeeping(Bookkeeping):
         lengths = length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
         kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
         kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
-        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._turns(batch)
+        generation = self._source.costs()
+        turns = self._turns(batch, generation.turns)
+        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | turns
         actor, experts_load = self.roles.actor, dict[int, float]()
         if actor is not None:
             routing, experts_load = routing_metrics(actor, self.exchange)
@@ -238,9 +241,10 @@ class OnlineBookkeeping(Bookkeeping):
         reference = self.roles.reference
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
             reference.copy_weights(actor)
-        metrics |= staleness_metrics(batch, run.iteration) | self._costs(run, batch)
+        metrics |= staleness_metrics(batch, run.iteration) | self._costs(batch, generation)
         metrics |= self._source.metrics(metrics, self.exchange.group.size())
-        self._source.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
+        for role, _ in self.roles.scoring().values():
+            role.ahead = None  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
         return Iteration(
             run.iteration,
@@ -252,17 +256,15 @@ class OnlineBookkeeping(Bookkeeping):
             experts_load=experts_load,
         )
 
-    def _turns(self, batch: RolloutBatch) -> Metrics:
+    def _turns(self, batch: RolloutBatch, counts: TurnCounts | None) -> Metrics:
         found = turn_metrics(batch) if batch.environment_rewards is not None else {}
-        counts = self._source.turn_counts
         if counts is not None:
             values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)
             found |= count_metrics(dict(zip(counts.names(), self.exchange.sum(values).tolist(), strict=True)))
         return found
 
-    def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
+    def _costs(self, batch: RolloutBatch, generation: GenerationCosts) -> Metrics:
         trained = self.roles.actor.training_model if self.roles.actor is not None else None
-        generation = self._source.costs()
         return cost_metrics(
             batch,
             watch=self.watch,

@@ -1,26 +1,11 @@
 """The next prompts of a run in order, by how many the run has drawn before."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.prompts import PromptDataset
-from hybridflow.data.usable import Dropped
-
-
-@dataclass(frozen=True, eq=False)
-class PromptDraw:
-    """Prompts, with their numbers in the data set.
-
-    first, position: how many prompts the run had drawn before, and has drawn with these. dropped: rows passed over.
-    """
-
-    batch: PromptBatch
-    numbers: tuple[int, ...]
-    first: int
-    position: int
-    dropped: Dropped
+from hybridflow.flows.generation import PromptDraw
 
 
 class PromptDraws:

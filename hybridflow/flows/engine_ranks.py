@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import Stopped
-from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.generation import NO_IDS, heldout_rollout
+from hybridflow.flows.generation import NO_IDS, PromptDraw
+from hybridflow.flows.synchronous import heldout_rollout
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

@@ -18,15 +18,11 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
-from hybridflow.config.length_buckets import always
-from hybridflow.flows.draws import PromptDraw
+from hybridflow.data.usable import Dropped
 from hybridflow.flows.evaluate import HeldoutSet
-from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
-from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.iteration import Metrics
 from hybridflow.reshard.execute import ReshardCost
-from hybridflow.roles.generator import Generator
-from hybridflow.rollout.turns import TurnCounts
+from hybridflow.rollout.turn_counts import TurnCounts
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,24 @@ class Greedy:
 
 SAMPLED = Sampled()
 Kinds = Sequence[Sampled | Greedy]
+DeferredRows = Callable[[PromptBatch], Sequence[int]]
 Moment = Literal["after", "stopped", "failed"]
 Numbers = tuple[int, ...]
 NO_IDS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptDraw:
+    """Prompts, with their numbers in the data set.
+
+    first, position: how many prompts the run had drawn before, and has drawn with these. dropped: rows passed over.
+    """
+
+    batch: PromptBatch
+    numbers: tuple[int, ...]
+    first: int
+    position: int
+    dropped: Dropped
 
 
 class Delivered(NamedTuple):
@@ -60,18 +71,18 @@ class GenerationCosts:
 
     reshards: none where no weights moved. engine_bytes: of the engine's weights outside the trainer's memory.
     cache_use: metrics of the KV cache, by names alike on all ranks. num_generated: tokens of responses.
+    turns: None where no environment answers, or nothing is generated.
     """
 
     reshards: Sequence[ReshardCost] = ()
     engine_bytes: int = 0
     cache_use: Mapping[str, float] = field(default_factory=dict)
     num_generated: int = 0
+    turns: TurnCounts | None = None
 
 
 class Source(Protocol):
     """Calls are collective over the ranks that train."""
-
-    scoring: OverlappedScoring
 
     @property
     def models_in_place(self) -> bool:
@@ -105,10 +116,6 @@ class Source(Protocol):
     ) -> list[tuple[HeldoutSet, RolloutBatch]]:
         """Responses to held-out sets after an iteration. whole: of all sets."""
 
-    @property
-    def turn_counts(self) -> TurnCounts | None:
-        """Of this rank since the iteration began; None where no environment answers, or nothing is generated."""
-
     def costs(self) -> GenerationCosts:
         """Since the iteration began, or since the last call."""
 
@@ -124,26 +131,3 @@ class Source(Protocol):
 
     def close(self, *, saved: bool | None) -> None:
         """The run ends. saved: of a run that was stopped; None: all is done."""
-
-
-def heldout_rollout(generator: Generator, heldout: HeldoutSet) -> RolloutBatch:
-    """Responses to a held-out set. Collective over the world; the engine is awake, with the actor's weights."""
-    return generator.generate(
-        heldout.prompts,
-        temperature=heldout.temperature,
-        samples_per_prompt=always(heldout.samples),
-        iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
-        first_prompt=0,
-    )
-
-
-def forget_measures(generator: Generator) -> None:
-    """Costs and counts of turns begin anew."""
-    generator.costs.clear()
-    generator.pop_cache_use()
-    if generator.turn_counts is not None:
-        generator.turn_counts.clear()
-
-
-def costs_of(generator: Generator, num_generated: int) -> GenerationCosts:
-    return GenerationCosts(generator.costs, generator.own_bytes, generator.pop_cache_use(), num_generated)

@@ -21,22 +21,22 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import FlowError
-from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
+    DeferredRows,
     Delivered,
     GenerationCosts,
     Kinds,
     Moment,
     Numbers,
-    costs_of,
-    forget_measures,
-    heldout_rollout,
+    PromptDraw,
 )
 from hybridflow.flows.hooks import RunHooks
-from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.synchronous import costs_of, forget_measures, heldout_rollout
 from hybridflow.models.routing import as_record
 from hybridflow.parallel.engine_orders import END, EngineOrders
 from hybridflow.parallel.exchange import Exchange
@@ -47,7 +47,7 @@ from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.generation import RolloutRequest
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
-from hybridflow.rollout.turns import TurnCounts
+from hybridflow.rollout.turn_counts import TurnCounts
 
 NEXT = "next_rollout"  # in `RunState.kept`: a rollout's tensors, and these
 PROMPTS, NUMBERS, REPORT = "prompts", "numbers", "report"
@@ -258,8 +258,7 @@ class OneStepOff:
         reports = [planned.report for planned in self._used if planned.report is not None]
         return functools.reduce(EngineReport.joined, reports) if reports else None
 
-    @property
-    def turn_counts(self) -> TurnCounts | None:
+    def _turns(self) -> TurnCounts | None:
         """Those of all engines, on the first rank that trains."""
         counts, report = self._generator.turn_counts, self._report
         if counts is None or report is None or dist.get_rank():
@@ -268,7 +267,7 @@ class OneStepOff:
 
     def costs(self) -> GenerationCosts:
         """See `Source`."""
-        return costs_of(self._generator, self._num_generated)
+        return replace(costs_of(self._generator, self._num_generated), turns=self._turns())
 
     def metrics(self, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
         """See `Source`: engines have reported theirs."""

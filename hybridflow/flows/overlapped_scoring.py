@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.sampling import SamplingConfig
+from hybridflow.flows.generation import DeferredRows
 from hybridflow.flows.work_queue import TokenLists, WorkQueue
 from hybridflow.parallel.device import CPU
 from hybridflow.parallel.exchange import Exchange, PartialTensor
@@ -41,7 +42,6 @@ PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
 ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together
 NOTES_PER_SECOND = 300_000  # that the store hands out to them: each asks for those of all replicas
-DeferredRows = Callable[[PromptBatch], Sequence[int]]
 TakenUnit = tuple[int, TokenLists | None]  # a unit, with the responses where another replica has generated them
 Step = tuple[int, tuple[TakenUnit, ...]]  # a model and units for it
 

@@ -16,21 +16,21 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState, Tensors
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import FlowError
-from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
+    DeferredRows,
     Delivered,
     GenerationCosts,
     Kinds,
     Moment,
     Numbers,
-    costs_of,
-    forget_measures,
+    PromptDraw,
 )
-from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
-from hybridflow.flows.synchronous import SharedEngine
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.synchronous import SharedEngine, costs_of, forget_measures
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.policy import Actor
@@ -39,7 +39,6 @@ from hybridflow.rollout.partial import PartialGroup, UnderWay, pieces_of_groups,
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 from hybridflow.rollout.row import RUNNING, RolloutRow
-from hybridflow.rollout.turns import TurnCounts
 
 UNDER_WAY = "under_way"  # in `RunState.kept`
 CACHE = "kv_cache_bytes"
@@ -191,11 +190,6 @@ class Partial:
         ]
 
     # ---- numbers
-
-    @property
-    def turn_counts(self) -> TurnCounts | None:
-        """See `Source`."""
-        return self._generator.turn_counts
 
     def costs(self) -> GenerationCosts:
         """See `Source`."""

@@ -21,18 +21,20 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.errors import CheckpointError, DataError, FlowError
-from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
+    DeferredRows,
     Delivered,
     GenerationCosts,
     Greedy,
     Kinds,
     Moment,
     Numbers,
+    PromptDraw,
 )
-from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
 from hybridflow.models.routing import RoutingSizes, as_record, bits
@@ -214,7 +216,6 @@ class Replayed:
     """See `Source`: no weights move, and nothing is evaluated."""
 
     models_in_place = True
-    turn_counts = None
 
     def __init__(
         self,

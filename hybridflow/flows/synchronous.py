@@ -15,30 +15,29 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config.length_buckets import always
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.flows.draws import PromptDraw, PromptDraws
+from hybridflow.flows.draws import PromptDraws
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.flows.generation import (
     NO_IDS,
     SAMPLED,
+    DeferredRows,
     Delivered,
     GenerationCosts,
     Greedy,
     Kinds,
     Moment,
     Numbers,
+    PromptDraw,
     Sampled,
-    costs_of,
-    forget_measures,
-    heldout_rollout,
 )
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
-from hybridflow.flows.overlapped_scoring import DeferredRows, OverlappedScoring
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.generator import Generator
-from hybridflow.rollout.turns import TurnCounts
 
 
 class SharedEngine:
@@ -145,11 +144,6 @@ class Synchronous:
         """See `Source`."""
         return self.engine.heldout_responses(sets())
 
-    @property
-    def turn_counts(self) -> TurnCounts | None:
-        """See `Source`."""
-        return self.engine.generator.turn_counts
-
     def costs(self) -> GenerationCosts:
         """See `Source`."""
         return costs_of(self.engine.generator, self._num_generated)
@@ -195,3 +189,28 @@ class Synchronous:
         self._num_generated += rollout.num_response_tokens
         generator.count_work(rollout, self._watch)
         return rollout
+
+
+def heldout_rollout(generator: Generator, heldout: HeldoutSet) -> RolloutBatch:
+    """Responses to a held-out set. Collective over the world; the engine is awake, with the actor's weights."""
+    return generator.generate(
+        heldout.prompts,
+        temperature=heldout.temperature,
+        samples_per_prompt=always(heldout.samples),
+        iteration=request_seed("heldout", heldout.name) if heldout.name else 0,
+        first_prompt=0,
+    )
+
+
+def forget_measures(generator: Generator) -> None:
+    """Costs and counts of turns begin anew."""
+    generator.costs.clear()
+    generator.pop_cache_use()
+    if generator.turn_counts is not None:
+        generator.turn_counts.clear()
+
+
+def costs_of(generator: Generator, num_generated: int) -> GenerationCosts:
+    """Since measures were forgotten, or since the last call."""
+    cache_use = generator.pop_cache_use()
+    return GenerationCosts(generator.costs, generator.own_bytes, cache_use, num_generated, generator.turn_counts)

@@ -35,7 +35,7 @@ def turn_metrics(batch: RolloutBatch) -> Metrics:
 
 
 def count_metrics(counts: Mapping[str, float]) -> Metrics:
-    """Of all rows that were generated, over all ranks. counts: those of `rollout.turns.TurnCounts`, by name."""
+    """Of all rows that were generated, over all ranks. counts: those of `rollout.turn_counts.TurnCounts`, by name."""
     turns, prefix = max(counts["turns"], 1.0), counts["prefix_tokens"]
     found: Metrics = {
         "environment/tool_calls": counts["tool_calls"],

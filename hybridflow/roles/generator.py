@@ -46,7 +46,8 @@ from hybridflow.rollout.partial import Place, ReplicaWork, UnderWay, replica_row
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnCounts, TurnTaking
+from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnTaking
 
 T = TypeVar("T")
 

@@ -28,6 +28,7 @@ from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, RolloutEngine, response_of
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, TurnEvent, TurnRow
+from hybridflow.rollout.turn_counts import TurnCounts
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams
@@ -38,33 +39,6 @@ FAILED = [-1]  # in place of events
 RowKey = tuple[int, int]  # the prompt's position in the run, and the sample
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass
-class TurnCounts:
-    """Of this rank since somebody emptied them. seconds: that rows have waited, together; cached: prefix tokens.
-
-    dropped: turns whose answer nobody got.
-    """
-
-    turns: int = 0
-    dropped: int = 0
-    tool_calls: int = 0
-    failed_calls: int = 0
-    seconds: float = 0.0
-    prefix_tokens: int = 0
-    cached_tokens: int = 0
-
-    def clear(self) -> None:
-        for name in self.names():
-            setattr(self, name, 0)
-
-    def names(self) -> list[str]:
-        return list(vars(self))
-
-    def values(self) -> list[float]:
-        """In the order of the names."""
-        return list(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def scored(trainer: OnlineTrainer, way: str, notices: StoreClient) -> dict[str, 
         kept = patch.object(trainer.hooks, "load_rollout", lambda prompts, iteration: rollout)
     with asked(way), late(trainer, way, notices), kept:
         rollout = run.generate()
-    ahead = sum(len(model.ahead.known) for model in trainer.source.scoring._models)
+    ahead = sum(len(model.ahead.known) for model in trainer.scoring._models)
     known = run.whole(
         raw_scores=run.scores(rollout),
         log_probs=run.actor.log_probs(rollout),
@@ -88,7 +88,7 @@ def asked(way: str) -> contextlib.AbstractContextManager[Any]:
 
 def late(trainer: OnlineTrainer, way: str, notices: StoreClient) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
-    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.source.scoring._models
+    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.scoring._models
     if not models or engine is None or way not in LATE:
         return contextlib.nullcontext()
     slow = late_replica(trainer, way)
