@@ -79,7 +79,7 @@ class BranchSearch:
         scoring, updating = (max(sum(each[kind] for each in together) for together in sums) for kind in (1, 2))
         waits = {name: each[0] for name, each in least.items()}
         generating = waits.pop(ENGINE, 0.0)
-        if self._options.beside:
+        if self._options.config.generates_beside:
             return sum(waits.values()) + max(generating, scoring + updating)
         return sum(waits.values()) + generating + scoring + updating
 

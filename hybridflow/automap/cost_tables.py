@@ -135,7 +135,7 @@ class CostTables:
 
     def beside(self, level: CostTable, chosen: Chosen) -> CostTable:
         """The level of a role that comes after these."""
-        if level.name == "reference" and self._options.reference_follows:
+        if level.name == "reference" and self._options.config.resets_reference:
             level = self._like_actor(level, chosen)
         return level if level.name in ("actor", ENGINE) else self._while_waiting(level, chosen)
 
@@ -187,7 +187,7 @@ class CostTables:
         held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
         generating = np.array([option.generating for option in options], dtype=np.float64)
         alone, beside = generating, np.zeros(len(options))
-        if self._options.beside:
+        if self._options.config.generates_beside:
             alone, beside = beside, alone
         of_bytes = {"held": held, "activations": no_bytes, "resting": resting}
         return CostTable(alone, beside, none, none, **of_bytes, name=ENGINE, options=options)

@@ -45,11 +45,11 @@ from hybridflow.automap.timing import (
 )
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.context_parallel import shares_tokens
 from hybridflow.placement.footprint import Footprint
-from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
+from hybridflow.placement.forecast import resting, role_memory, rows_together
 from hybridflow.placement.margin import role_bytes
 from hybridflow.placement.overlapped_scoring import asks_for
 from hybridflow.placement.placed import PlacedModel, head_of
@@ -95,7 +95,7 @@ def everything(config: AnyConfig) -> Free:
         name: frozenset(TRAINED_KEYS if isinstance(role, TrainedRoleConfig) else ROLE_KEYS)
         for name, role in config.roles().items()
     }
-    return roles if isinstance(config, FixedDataConfig) else {**roles, ENGINE: frozenset(ENGINE_KEYS)}
+    return roles | {ENGINE: frozenset(ENGINE_KEYS)} if config.generates else roles
 
 
 class Options:
@@ -123,17 +123,6 @@ class Options:
         """The config, of a run that has an engine."""
         assert isinstance(self.config, ExperimentConfig), "a run on fixed data has no engine"
         return self.config
-
-    @property
-    def beside(self) -> bool:
-        """Whether the engine generates while the models train: nothing is offloaded then."""
-        return isinstance(self.config, ExperimentConfig) and self.config.rollout.is_one_step_off
-
-    @property
-    def reference_follows(self) -> bool:
-        """Whether the reference becomes the actor now and then, and so has to lie as that does."""
-        config = self.config
-        return isinstance(config, ExperimentConfig) and config.algorithm.kl.reset_reference_interval is not None
 
     # ---------------------------------------------------------------------------------------- roles
 
@@ -234,7 +223,7 @@ class Options:
                 layout.chunks(self.specs[name].num_layers)
             except ValueError:  # the layers do not go up in the stages
                 continue
-            if isinstance(given, TrainedRoleConfig) and layout.row_shares > self._fewest_rows():
+            if isinstance(given, TrainedRoleConfig) and layout.row_shares > self.config.fewest_rows:
                 continue
             for changes in self._ways(name, given, layout):
                 yield resized.model_copy(update=changes), layout
@@ -260,7 +249,7 @@ class Options:
     def _replicas(self, name: str, given: RoleConfig, tp: int, copies: int) -> Iterator[dict[str, Any]]:
         """Of so many copies of the model: those that have rows of their own, and those that share rows' tokens."""
         free, own = self.free[name], given.data_parallel_size
-        sizes = context_sizes(self.specs[name], tp, longest_sequence(self.config))
+        sizes = context_sizes(self.specs[name], tp, self.config.max_sequence_length)
         for cp in values(free, given, "context_parallel_size", sizes):
             exact = self.cuda and given.dtype == "float32"  # `check_context` has the rules
             if copies % cp or (cp > 1 and (exact or not shares_tokens(self.specs[name], tp, cp))):
@@ -306,24 +295,17 @@ class Options:
 
     def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
         """Micro-batches of some of the longest sequences, up to all that a replica has; and what the config says."""
-        longest = longest_sequence(self.config)
+        longest = self.config.max_sequence_length
         rows = ceil(rows_together(self.config, given) / layout.row_shares)
         found = {longest * min(count, rows) for count in SEQUENCES}
         if longest <= given.micro_batch_tokens <= longest * rows:
             found.add(given.micro_batch_tokens)
         return sorted(found)
 
-    def _fewest_rows(self) -> int:
-        """As the config asks of the replicas of a trained model."""
-        config = self.config
-        if isinstance(config, FixedDataConfig):
-            return config.data.batch_size
-        return min(config.mini_batch_size, config.data.prompts_per_iteration * min(config.sampling.samples.values))
-
     @property
     def _offloads(self) -> bool:
         """Whether models wait while an engine works."""
-        return isinstance(self.config, ExperimentConfig) and not self.beside
+        return self.config.generates and not self.config.generates_beside
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
         model = PlacedModel(name, config, self.specs[name], layout, head_of(name))

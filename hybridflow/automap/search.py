@@ -30,7 +30,7 @@ from hybridflow.automap.placements import Placement, placements
 from hybridflow.automap.timing import Prediction, Work, predict, work_of_config
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.placement.cache_room import with_room
@@ -175,11 +175,10 @@ class _Search:
         request = self.request
         if request.placement is not None:
             return [request.placement]
-        engine = () if isinstance(request.config, FixedDataConfig) else (ENGINE,)
-        names = (*request.config.roles(), *engine)
-        apart = ENGINE if self.options.beside else None
+        apart = ENGINE if request.config.generates_beside else None
+        names = tuple(everything(request.config))
         found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host, apart=apart)
-        if self.options.reference_follows:
+        if request.config.resets_reference:  # the reference lies as the actor does
             return [each for each in found if each["reference"] == each["actor"]]
         return found
 

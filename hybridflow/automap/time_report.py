@@ -22,7 +22,6 @@ def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work
     """Errors: ConfigError where the profile lacks a dtype of the run."""
     work = work or work_of(run, profile)
     found = predict(run, profile, work)
-    beside = isinstance(run, PlacedRun) and run.config.rollout.is_one_step_off
     return {
         "profile": profile.name,
         "measured": profile.measured,
@@ -32,7 +31,7 @@ def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work
         "prompt_tokens": work.prompt,
         "response_tokens": {"mean": work.mean, "longest": work.longest},
         "phases": phase_rows(found),
-        "side_by_side": side_by_side(found) if beside else None,
+        "side_by_side": side_by_side(found) if run.config.generates_beside else None,
         "idle": idle_rows(found.idle),
         "largest_batch": largest_batch(run, profile, cuda=profile.shared is None),
     }
@@ -81,11 +80,8 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
     key: that of the config. rows: None where not even the least fits. is_bound: whether more rows would not fit; else
     memory does not grow with them any more. room: bytes of a device that are counted on.
     """
-    room = profile.memory_bytes
-    fixed = isinstance(run, PlacedFixed)
-    config, step = run.config, 1
-    if isinstance(config, ExperimentConfig):
-        step = config.batch_size // config.mini_batch_size
+    room, config = profile.memory_bytes, run.config
+    step = config.batch_size // config.mini_batch_size
 
     def fits(count: int) -> bool:
         with contextlib.suppress(ConfigError):
@@ -95,8 +91,7 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
 
     count = _largest(fits, MOST_ROWS // step)
     rows = count * step if count else None
-    key = "data.batch_size" if fixed else "data.prompts_per_iteration"
-    return {"key": key, "rows": rows, "is_bound": count < MOST_ROWS // step, "room": room}
+    return {"key": config.rows_key, "rows": rows, "is_bound": count < MOST_ROWS // step, "room": room}
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -114,12 +109,10 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
     """The same with so many rows of data an iteration, in as many mini-batches."""
-    if not isinstance(config, ExperimentConfig):
-        return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": rows})})
-    data = config.data.model_copy(update={"prompts_per_iteration": rows})
+    data = config.data.model_copy(update={config.rows_key.removeprefix("data."): rows})
     copy = config.model_copy(update={"data": data})
-    update = config.algorithm.update
-    if update.mini_batch_size is None:
+    update = config.algorithm.update if isinstance(config, ExperimentConfig) else None
+    if update is None or update.mini_batch_size is None:
         return copy
     size = copy.batch_size * config.mini_batch_size // config.batch_size
     algorithm = config.algorithm.model_copy(update={"update": update.model_copy(update={"mini_batch_size": size})})

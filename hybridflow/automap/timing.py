@@ -83,7 +83,7 @@ def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
     hosts = profile.ranks_per_host
     if isinstance(config, FixedDataConfig):
         data = config.data
-        return Work(config.sequences_per_step, 1, 0, data.max_length, data.max_length, ranks_per_host=hosts)
+        return Work(config.batch_size, 1, 0, data.max_length, data.max_length, ranks_per_host=hosts)
     samples = max(config.sampling.samples.values)
     prompt, sampling = config.data.max_prompt_length, config.sampling
     lengths = (prompt, sampling.mean_response_length, sampling.max_response_length)

@@ -194,7 +194,7 @@ def _search(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     config, chosen = _config(options.config, _overrides(options))
-    if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
+    if not config.generates and (options.replay or options.rollout_only):
         given = "--replay" if options.replay else "--rollout-only"
         raise ConfigError(f"{given}: algorithm {config.algorithm.name} trains on fixed data and generates nothing")
     _search(options)
@@ -261,7 +261,7 @@ def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namesp
     rank, world_size = torchrun_rank()
     if rank == 0:
         where = f"{counted(world_size)}, platform {device_name()}"
-        engine = "" if options.replay or isinstance(config, FixedDataConfig) else " and the engine"
+        engine = "" if options.replay or not config.generates else " and the engine"
         offloads = [isinstance(role, TrainedRoleConfig) and role.offload_optimizer for role in config.roles().values()]
         long = "; page-locking the memory of offload_optimizer takes minutes" * (locks_host_memory() and any(offloads))
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more{long})"
@@ -327,8 +327,7 @@ def _evaluate_here(config: AnyConfig, options: argparse.Namespace) -> None:
 
 def next_commands(config: AnyConfig, *, exported: bool) -> list[str]:
     """What a person does next, to be copied. Runs on fixed data have no samples, and a reward model does not talk."""
-    online = not isinstance(config, FixedDataConfig)
-    names = ["report", *(["samples"] if online else [])]
+    names = ["report", *(["samples"] if config.generates else [])]
     if not exported:
         names.append("checkpoints")
     elif "actor" in config.roles():

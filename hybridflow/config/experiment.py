@@ -7,7 +7,7 @@ checked here, once; nothing later asks whether a field is there.
 """
 
 from math import ceil
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -20,7 +20,7 @@ from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.run import RunConfig
-from hybridflow.config.sampling import REPLACED, SamplingConfig
+from hybridflow.config.sampling import SamplingConfig
 from hybridflow.config.staleness import check_staleness, with_correction
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
@@ -30,6 +30,10 @@ from hybridflow.parallel.ranks import counted
 
 class ExperimentConfig(RunConfig):
     """A run that learns from responses of the engine."""
+
+    generates: ClassVar[bool] = True
+    length_keys: ClassVar[str] = "data.max_prompt_length + sampling.max_response_length"
+    rows_key: ClassVar[str] = "data.prompts_per_iteration"
 
     num_iterations: PositiveInt
     """Iterations of the run. One iteration generates a batch of responses and trains on it."""
@@ -53,16 +57,17 @@ class ExperimentConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_parts(self.algorithm)
+        data, algorithm = self.data, self.algorithm
+        check_parts(algorithm)
         for check in (
             self._check_environment,
             self._check_roles,
             self._check_reset,
-            self._check_buckets,
+            lambda: self.sampling.check_buckets(data.max_prompt_length, may_vary=not isinstance(algorithm, Custom)),
             self._check_batch,
             lambda: check_staleness(self),
             self._check_sampling,
-            self._check_lengths,
+            lambda: self.check_budgets(self.max_sequence_length, self.length_keys),
             self._check_scores,
             self._check_rounds,
             self._check_best,
@@ -71,7 +76,7 @@ class ExperimentConfig(RunConfig):
         profile = self.metrics.profile
         if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
-        check_evaluation(self.data, self.metrics, functions_judge=self.reward_functions_judge)
+        check_evaluation(data, self.metrics, functions_judge=self.reward_functions_judge)
         return self
 
     @property
@@ -196,38 +201,6 @@ class ExperimentConfig(RunConfig):
                     f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
                 )
 
-    def _check_buckets(self) -> None:
-        """Those of sampling.by_prompt_length ascend, each is of some prompt, and says what the section allows."""
-        before = 0
-        for i, bucket in enumerate(self.sampling.by_prompt_length):
-            name = f"sampling.by_prompt_length.{i}"
-            if not bucket.replaced_values():
-                raise ValueError(
-                    f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
-                )
-            if bucket.up_to <= before:
-                raise ValueError(f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}")
-            if before >= self.data.max_prompt_length:
-                raise ValueError(
-                    f"{name}.up_to = {bucket.up_to}: no prompt is in this bucket, the one before ends at {before} and "
-                    f"data.max_prompt_length = {self.data.max_prompt_length}"
-                )
-            self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
-            if isinstance(self.algorithm, Custom) and self.sampling.samples.varies and bucket.samples_per_prompt:
-                raise ValueError(
-                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a custom flow may need equal numbers of "
-                    "responses. Leave the key out, or give all buckets the value of sampling.samples_per_prompt"
-                )
-            before = bucket.up_to
-
-    def _check_limit(self, name: str, limit: int | None) -> None:
-        """The section's limit is the longest: positions, KV cache and budgets of tokens are made for it."""
-        sampling = self.sampling
-        if limit is not None and limit > sampling.max_response_length:
-            raise ValueError(f"{name} = {limit} exceeds sampling.max_response_length = {sampling.max_response_length}")
-        if limit is not None and limit < sampling.min_response_length:
-            raise ValueError(f"{name} = {limit} is below sampling.min_response_length = {sampling.min_response_length}")
-
     def _check_batch(self) -> None:
         batch, kl = self.batch_size, self.algorithm.kl
         self._check_mini_batch()
@@ -316,15 +289,6 @@ class ExperimentConfig(RunConfig):
                         "makes scores negative. Leave the key out"
                     )
 
-    def _check_lengths(self) -> None:
-        longest = self.max_sequence_length
-        for name, role in self.roles().items():
-            if role.micro_batch_tokens < longest:
-                raise ValueError(
-                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
-                    f"data.max_prompt_length + sampling.max_response_length = {longest}"
-                )
-
     @property
     def batch_size(self) -> int:
         """Sequences of an iteration; the most where samples_per_prompt goes by the length of a prompt."""
@@ -335,6 +299,11 @@ class ExperimentConfig(RunConfig):
         return self.algorithm.update.mini_batch_size or self.batch_size
 
     @property
+    def fewest_rows(self) -> int:
+        """Rows of a step, of which each replica of a trained model gets one or more."""
+        return min(self.mini_batch_size, self.data.prompts_per_iteration * min(self.sampling.samples.values))
+
+    @property
     def max_sequence_length(self) -> int:
         return self.data.max_prompt_length + self.sampling.max_response_length
 
@@ -343,9 +312,23 @@ class ExperimentConfig(RunConfig):
         return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
 
     @property
+    def generates_beside(self) -> bool:
+        """Whether the engine generates while the models train: nothing is offloaded then."""
+        return self.rollout.is_one_step_off
+
+    @property
+    def resets_reference(self) -> bool:
+        """Whether the reference becomes the actor now and then."""
+        return self.algorithm.kl.reset_reference_interval is not None
+
+    @property
     def rollout_expert_parallel(self) -> bool:
         given = self.rollout.enable_expert_parallel
         return self.actor.expert_parallel_size > 1 if given is None else given
+
+    def bucket_bytes(self, *, cuda: bool) -> int:
+        """Of the buckets in which the actor's weights live and travel."""
+        return self.rollout.bucket_bytes(cuda=cuda)
 
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""
@@ -372,7 +355,7 @@ class ExperimentConfig(RunConfig):
         return layouts
 
     def _check_replicas(self, name: str, layout: Layout) -> None:
-        fewest = min(self.mini_batch_size, self.data.prompts_per_iteration * min(self.sampling.samples.values))
+        fewest = self.fewest_rows
         if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.row_shares:
             what = "algorithm.update.mini_batch_size"
             if fewest < self.mini_batch_size:

@@ -7,11 +7,11 @@ Sections that such a run has no use for (sampling, rollout, reward, a critic) ar
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, TrainedRoleConfig, read_tree
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, RunConfig, TrainedRoleConfig, read_tree
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import FilesConfig
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgorithm
@@ -40,6 +40,12 @@ class FixedDataSection(FilesConfig):
 
 class FixedDataConfig(RunConfig):
     """A run that learns from the rows of files."""
+
+    generates: ClassVar[bool] = False
+    generates_beside: ClassVar[bool] = False
+    resets_reference: ClassVar[bool] = False
+    length_keys: ClassVar[str] = "data.max_length"
+    rows_key: ClassVar[str] = "data.batch_size"
 
     num_iterations: PositiveInt | None = None
     """Optimizer steps of the run. Give num_iterations or num_epochs, not both."""
@@ -81,7 +87,7 @@ class FixedDataConfig(RunConfig):
         if profile and self.num_iterations and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
         self._check_roles()
-        self._check_lengths()
+        self.check_budgets(self.max_sequence_length, self.length_keys)
         self._check_metrics()
         if isinstance(self.algorithm, KTO) and self.data.batch_size == 1:
             raise ValueError("data.batch_size = 1: kto compares each prompt with the completion of another row")
@@ -109,14 +115,6 @@ class FixedDataConfig(RunConfig):
         adapted = self.actor is not None and self.actor.lora is not None
         return self.reference is None and "reference" in self.algorithm.needs() and adapted
 
-    def _check_lengths(self) -> None:
-        for name, role in self.roles().items():
-            if role.micro_batch_tokens < self.data.max_length:
-                raise ValueError(
-                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
-                    f"data.max_length = {self.data.max_length}"
-                )
-
     def _check_metrics(self) -> None:
         metrics, checkpoint = self.metrics, self.checkpoint
         if metrics.eval_reward is not None:
@@ -132,19 +130,26 @@ class FixedDataConfig(RunConfig):
             check_best_metric(checkpoint.best_metric, areas, eval_interval=metrics.eval_interval, kind=kind)
 
     @property
-    def trained_name(self) -> str:
-        return "reward_model" if "reward_model" in self.algorithm.needs() else "actor"
-
-    @property
-    def trained(self) -> TrainedRoleConfig:
-        found = self.roles()[self.trained_name]
-        assert isinstance(found, TrainedRoleConfig), f"{self.trained_name} has no optimizer"
-        return found
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Of the models' batch: two of a pair; of kto's also the mismatched ones."""
+    def batch_size(self) -> int:
+        """Sequences of an iteration: two of a pair; of kto's also the mismatched ones."""
         return self.data.batch_size * (1 if self.algorithm.kind == "sft" else 2)
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.batch_size
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of a step, of which each replica of a trained model gets one or more."""
+        return self.data.batch_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data.max_length
+
+    def bucket_bytes(self, *, cuda: bool) -> int:
+        """Of the buckets in which the trained model's weights live."""
+        return RolloutConfig().bucket_bytes(cuda=cuda)
 
     def iterations(self, num_rows: int) -> int:
         """Of a run on so many rows: what is given, or `num_epochs` passes in whole batches. Errors: ConfigError."""
@@ -168,7 +173,7 @@ class FixedDataConfig(RunConfig):
     def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out."""
         layouts = self.role_layouts(world_size, reasons)
-        name, rows = self.trained_name, self.data.batch_size
+        name, rows = self.trained_name, self.fewest_rows
         if name in layouts and rows < layouts[name].row_shares:
             reasons.lines.append(
                 f"data.batch_size = {rows} leaves replicas of {name} without a row: {name} has data_parallel_size "

@@ -286,6 +286,18 @@ class RunConfig(Section):
         raise NotImplementedError
 
     @property
+    def trained_name(self) -> str:
+        """The config key of the model that is trained, and that generates; a critic may be trained beside the model."""
+        return "actor" if "actor" in self.roles() else "reward_model"
+
+    @property
+    def trained(self) -> TrainedRoleConfig:
+        """The model of this name."""
+        found = self.roles()[self.trained_name]
+        assert isinstance(found, TrainedRoleConfig), f"{self.trained_name} has no optimizer"
+        return found
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""
         raise NotImplementedError
@@ -324,6 +336,15 @@ class RunConfig(Section):
     def vendor_lines(self) -> list[str]:
         """What the run hands on to megatron-core, and to vLLM where there is an engine; a line a key."""
         return vendor_lines({f"{name}.megatron_arguments": x.megatron_arguments for name, x in self.roles().items()})
+
+    def check_budgets(self, longest: int, keys: str) -> None:
+        """Errors: ValueError for micro-batches below the longest sequence. keys: those that make it so long."""
+        for name, role in self.roles().items():
+            if role.micro_batch_tokens < longest:
+                raise ValueError(
+                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
+                    f"{keys} = {longest}"
+                )
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Role -> layout, for roles with a layout: each grid fills the role's ranks."""

@@ -138,6 +138,40 @@ class SamplingConfig(Section):
     def _ends(self) -> tuple[int, ...]:
         return tuple(bucket.up_to for bucket in self.by_prompt_length)
 
+    def check_buckets(self, max_prompt_length: int, *, may_vary: bool) -> None:
+        """Those of by_prompt_length ascend, each is of some prompt, and says what the section allows.
+
+        may_vary: prompts may have unlike numbers of responses. Errors: ValueError.
+        """
+        before = 0
+        for i, bucket in enumerate(self.by_prompt_length):
+            name = f"sampling.by_prompt_length.{i}"
+            if not bucket.replaced_values():
+                raise ValueError(
+                    f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
+                )
+            if bucket.up_to <= before:
+                raise ValueError(f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}")
+            if before >= max_prompt_length:
+                raise ValueError(
+                    f"{name}.up_to = {bucket.up_to}: no prompt is in this bucket, the one before ends at {before} and "
+                    f"data.max_prompt_length = {max_prompt_length}"
+                )
+            self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
+            if not may_vary and self.samples.varies and bucket.samples_per_prompt:
+                raise ValueError(
+                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a custom flow may need equal numbers of "
+                    "responses. Leave the key out, or give all buckets the value of sampling.samples_per_prompt"
+                )
+            before = bucket.up_to
+
+    def _check_limit(self, name: str, limit: int | None) -> None:
+        """The section's limit is the longest: positions, KV cache and budgets of tokens are made for it."""
+        if limit is not None and limit > self.max_response_length:
+            raise ValueError(f"{name} = {limit} exceeds sampling.max_response_length = {self.max_response_length}")
+        if limit is not None and limit < self.min_response_length:
+            raise ValueError(f"{name} = {limit} is below sampling.min_response_length = {self.min_response_length}")
+
     def changed_distribution(self) -> list[str]:
         """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.
 

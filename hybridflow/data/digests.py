@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
+from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import Custom
-from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
@@ -64,13 +64,13 @@ def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, byt
     }
 
 
-def weights_digests(config: RunConfig) -> dict[str, bytes]:
+def weights_digests(config: AnyConfig) -> dict[str, bytes]:
     """Of the weights that no checkpoint has, and of the adapters that a run begins with."""
     found, by_path = {}, cache(weights_digest)
-    reset = isinstance(config, ExperimentConfig) and config.algorithm.kl.reset_reference_interval is not None
     for name, role in config.roles().items():
         lora = role.lora if isinstance(role, TrainedRoleConfig) else None
-        if lora is not None or not (isinstance(role, TrainedRoleConfig) or (reset and name == "reference")):
+        saved = isinstance(role, TrainedRoleConfig) or (config.resets_reference and name == "reference")
+        if lora is not None or not saved:
             found[f"{WEIGHTS_OF}{name}.model"] = by_path(role.model)
         if lora is not None and lora.adapter_path is not None:
             found[f"the adapters of {name}.lora.adapter_path"] = digest_samples(Path(lora.adapter_path), ADAPTER_FILES)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config import RunConfig
 from hybridflow.config.roles import RewardModelConfig
 from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer, tokenizer_digest, unlike_its_file
 from hybridflow.errors import ConfigError
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_tokenizers(config: AnyConfig) -> list[str]:
+def check_tokenizers(config: RunConfig) -> list[str]:
     """What was found of all models of a run, a line each. Errors: ConfigError naming the role, the token and both ids.
 
     A reward model that says `reencode: true` may have another tokenizer.
     """
-    trained = config.trained_name if isinstance(config, FixedDataConfig) else "actor"
+    trained = config.trained_name
     models = {name: Path(role.model) for name, role in config.roles().items()}
     if not has_tokenizer(models[trained]):
         return []  # which is refused where it is loaded
@@ -38,13 +38,12 @@ def check_tokenizers(config: AnyConfig) -> list[str]:
     return lines + ([f"tokenizers: of {', '.join(alike)} as of {trained}"] if alike else [])
 
 
-def tokenizer_notes(config: AnyConfig, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+def tokenizer_notes(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """What to know of the tokenizers of a run, a line each. tokenizer: of the model that is trained.
 
     Errors: as `check_tokenizers`; CheckpointError for a tokenizer that makes no tokens of text.
     """
-    trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
-    note = unlike_its_file(Path(trained.model), tokenizer)
+    note = unlike_its_file(Path(config.trained.model), tokenizer)
     return [*([] if note is None else [note]), *check_tokenizers(config)]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
@@ -63,7 +63,7 @@ def _kind(value: Any) -> str:
 
 def data_lines(config: AnyConfig) -> Iterator[str]:
     """What a run with this config reads under data.train. Errors: DataError, CheckpointError as the run has them."""
-    model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
+    model = Path(config.trained.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
         prompts, ends, by_template = train_prompts(config, tokenizer, vocab_size)

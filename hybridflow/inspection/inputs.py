@@ -63,8 +63,7 @@ def _inspections(
         models.setdefault(role.model, []).append(name)
     for path, roles in models.items():
         yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
-    trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
-    yield "tokenizer", THERE, partial(_tokenizer, Path(trained.model), tokenizers)
+    yield "tokenizer", THERE, partial(_tokenizer, Path(config.trained.model), tokenizers)
     if len(config.roles()) > 1:
         yield "tokenizers", "take models that read the same tokens", partial(_same_tokens, config)
     files = config.data.files_by_key

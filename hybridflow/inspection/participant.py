@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
@@ -250,9 +250,7 @@ def _choose_device(config: AnyConfig | None) -> str | None:
 
 
 def _trained_dtype(config: AnyConfig | None) -> str:
-    if config is None:
-        return "bfloat16"
-    return config.trained.dtype if isinstance(config, FixedDataConfig) else config.actor.dtype
+    return "bfloat16" if config is None else config.trained.dtype
 
 
 def _config_finding(error: str, host: str) -> Finding:

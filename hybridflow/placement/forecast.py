@@ -12,7 +12,7 @@ from typing import Any
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.parallel.layout import Cut, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (
@@ -246,19 +246,12 @@ def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int]
 
 def role_memory(config: AnyConfig, model: PlacedModel, shares_base: bool = False) -> RoleMemory:
     rows = ceil(rows_together(config, model.config) / model.layout.row_shares)
-    return RoleMemory(model, longest_sequence(config), rows, shares_base)
+    return RoleMemory(model, config.max_sequence_length, rows, shares_base)
 
 
 def rows_together(config: AnyConfig, role: RoleConfig) -> int:
     """Most sequences that all replicas of a role compute in one go: of an optimizer step, or of an iteration."""
-    if isinstance(config, FixedDataConfig):
-        return config.sequences_per_step
     return config.mini_batch_size if isinstance(role, TrainedRoleConfig) else config.batch_size
-
-
-def longest_sequence(config: AnyConfig) -> int:
-    """Tokens."""
-    return config.data.max_length if isinstance(config, FixedDataConfig) else config.max_sequence_length
 
 
 @dataclass(frozen=True)

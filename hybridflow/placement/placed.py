@@ -170,7 +170,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
     engine = kv_cache = None
-    if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
+    if config.resets_reference and {"actor", "reference"} <= specs.keys():
         reasons.collect(_check_alike, specs["actor"], specs["reference"])
     if "actor" in specs:
         _check_engine(config, specs["actor"], reasons)

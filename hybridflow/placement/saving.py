@@ -26,7 +26,7 @@ from hybridflow.architecture.weights import (
     table_of,
 )
 from hybridflow.batch import balanced_partition
-from hybridflow.config import CheckpointConfig, OptimizerConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
 from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
@@ -245,11 +245,9 @@ def _padded(number: int, multiple: int) -> int:
 def checkpoint_report(run: PlacedRun | PlacedFixed) -> dict[str, Any]:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
-    rollout = run.config.rollout if isinstance(run, PlacedRun) else RolloutConfig()  # by which the buckets go
-    resets = isinstance(run, PlacedRun) and run.config.algorithm.kl.reset_reference_interval is not None
     for name, model in run.models.items():
-        if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
-            bucket_bytes = rollout.bucket_bytes(cuda=True) if name == "actor" else None
+        if isinstance(model.config, TrainedRoleConfig) or (run.config.resets_reference and name == "reference"):
+            bucket_bytes = run.config.bucket_bytes(cuda=True) if name == "actor" else None
             for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
                 written[rank] += size
     # of a run of so many passes only the data tells the number of iterations

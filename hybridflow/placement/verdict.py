@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
 
-from hybridflow.config import ExperimentConfig, TrainedRoleConfig
+from hybridflow.config import TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import UserError
 from hybridflow.placement.cache_room import with_room
-from hybridflow.placement.forecast import Fullest, fullest, longest_sequence
+from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.placement.recomputation import further
 
@@ -94,7 +94,7 @@ def _changes(run: Run, found: Verdict) -> Iterator[Change]:
     for name, role in models.items():
         if role.tensor_parallel_size > 1 and not role.sequence_parallel:
             yield f"{name}.sequence_parallel", True
-    longest = longest_sequence(run.config)
+    longest = run.config.max_sequence_length
     for name, role in models.items():
         if role.micro_batch_tokens > longest:
             yield f"{name}.micro_batch_tokens", longest
@@ -183,7 +183,7 @@ def _changed(run: Run, changes: Sequence[Change], room: int, *, world_size: int 
         return None
 
 
-def with_changes(config: Any, changes: Mapping[str, Any]) -> AnyConfig:
+def with_changes(config: AnyConfig, changes: Mapping[str, Any]) -> AnyConfig:
     """Errors: ConfigError of a config that refuses them."""
     tree = config.model_dump(mode="json")
     for path, value in changes.items():
@@ -192,6 +192,4 @@ def with_changes(config: Any, changes: Mapping[str, Any]) -> AnyConfig:
         for section in sections:
             node = node[int(section)] if isinstance(node, list) else node[section]
         node[key] = value
-    found: AnyConfig = type(config).from_tree(tree, "the plan")
-    assert isinstance(found, ExperimentConfig) == isinstance(config, ExperimentConfig), "of one kind"
-    return found
+    return type(config).from_tree(tree, "the plan")

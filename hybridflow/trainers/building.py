@@ -106,8 +106,8 @@ def build_roles(
     if "reference" in models:
         reference = Reference(models["reference"], temperature=temperature, world=world)
     elif config.reference_is_base:
-        resets = config.algorithm.kl.reset_reference_interval is not None
-        reference = ActorAsReference(actor, world=world, keeps=resets or placed.begins_with_adapters)
+        keeps = config.resets_reference or placed.begins_with_adapters
+        reference = ActorAsReference(actor, world=world, keeps=keeps)
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]

@@ -16,8 +16,9 @@ from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
-from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
+from hybridflow.config import RunConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import PPO
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.bookkeeping import Bookkeeping
 from hybridflow.flows.finite import NonFinite
@@ -263,7 +264,7 @@ def start_notes(placed: PlacedModels) -> list[str]:
     return [set_line(), _kernels(placed.config), *adapter_lines(placed)]
 
 
-def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:
+def warmup_notes(config: AnyConfig, num_iterations: int) -> list[str]:
     """What warm-ups that are longer than the run come to."""
     notes, run = [], f"the run has {num_iterations} iteration{'s' * (num_iterations > 1)}"
     for name, role in config.roles().items():
@@ -274,7 +275,7 @@ def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:
                 f"warning: {name}.optimizer.warmup_iterations = {optimizer.warmup_iterations}: {run}. The learning "
                 f"rate ends at {share:.2g} of lr = {optimizer.lr:g}"
             )
-    algorithm = config.algorithm if isinstance(config, ExperimentConfig) else None
+    algorithm = config.algorithm
     if isinstance(algorithm, PPO) and algorithm.critic_warmup_iterations >= num_iterations:
         notes.append(
             f"warning: algorithm.critic_warmup_iterations = {algorithm.critic_warmup_iterations}: {run}. The critic "
