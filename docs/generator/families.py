@@ -20,7 +20,7 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.placement.forecast import forecast
-from hybridflow.placement.placed import place_either
+from hybridflow.placement.placed import place
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, SHAPES = Path("docs/models/layouts.yaml"), Path("configs/shapes")
@@ -169,7 +169,7 @@ def plan(layout: Layout) -> dict[str, Any]:
     tree = read_tree(ROOT / CONFIG, layout.overrides)
     for role in ("actor", "reference"):
         tree[role]["model"] = str(ROOT / tree[role]["model"])
-    return forecast(place_either(ExperimentConfig.from_tree(tree, CONFIG), layout.gpus))
+    return forecast(place(ExperimentConfig.from_tree(tree, CONFIG), layout.gpus))
 
 
 def _layout_row(layout: Layout, found: dict[str, Any]) -> tuple[str, ...]:

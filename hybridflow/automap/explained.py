@@ -7,7 +7,6 @@ from hybridflow.automap.timing import SCORING_PHASES
 from hybridflow.config.auto import sections
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.placement.forecast import Fullest
-from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 GENERATION = ("reshard", "generate")
 SCORING = ("reward", *SCORING_PHASES.values())
@@ -44,10 +43,9 @@ def summary(plan: SearchedPlan) -> dict[str, str]:
         split = (f" ep {layout.ep}" if layout.ep > 1 else "") + (" sp" if config.sequence_parallel else "")
         context = f" x cp {layout.cp}" if layout.cp > 1 else ""
         found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks}{context} x dp {layout.row_shares}"
-    if isinstance(plan.placed, PlacedFixed):
-        return found
     rollout = plan.placed.rollout
-    found["engine"] = f"{len(rollout.replicas)} of tp {rollout.tp} x pp {rollout.pp}"
+    if rollout is not None:
+        found["engine"] = f"{len(rollout.replicas)} of tp {rollout.tp} x pp {rollout.pp}"
     return found
 
 
@@ -56,7 +54,7 @@ def groups(plan: SearchedPlan) -> str:
     lie: dict[tuple[int, ...], list[str]] = {}
     for name, model in plan.placed.models.items():
         lie.setdefault(model.layout.ranks, []).append(name)
-    if isinstance(plan.placed, PlacedRun):
+    if plan.placed.rollout is not None:
         lie.setdefault(plan.placed.rollout.ranks, []).append("engine")
     if len(lie) == 1:
         return f"all on {plan.placed.world_size}"

@@ -37,7 +37,7 @@ from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.margin import least_margin
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, adapted, place_either
+from hybridflow.placement.placed import PlacedModels, adapted, place
 
 SHOWN = 10
 MOST_KEPT = 320  # choices that are timed in full, at most
@@ -76,7 +76,7 @@ class SearchedPlan:
     """A config that fits, with predicted seconds."""
 
     config: AnyConfig
-    placed: PlacedRun | PlacedFixed
+    placed: PlacedModels
     prediction: Prediction
     fullest: Fullest
     choice: Choice | None = None  # None: the config as given
@@ -251,7 +251,7 @@ def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
-    placed = with_room(place_either(config, request.world_size), request.memory_bytes)
+    placed = with_room(place(config, request.world_size), request.memory_bytes)
     check_hosts(placed, request.hosts)
     return SearchedPlan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 

@@ -12,13 +12,13 @@ from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import fullest
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedModels, place
 
 Report = dict[str, Any]
 MOST_ROWS = 1 << 20  # of a batch that is looked at
 
 
-def time_report(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | None = None) -> Report:
+def time_report(run: PlacedModels, profile: DeviceProfile, work: Work | None = None) -> Report:
     """Errors: ConfigError where the profile lacks a dtype of the run."""
     work = work or work_of(run, profile)
     found = predict(run, profile, work)
@@ -74,7 +74,7 @@ def idle_rows(idle: tuple[float, ...]) -> list[Report]:
     return [{"ranks": shown(ranks), "share": share} for share, ranks in groups.items()]
 
 
-def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda: bool) -> Report:
+def largest_batch(run: PlacedModels, profile: DeviceProfile, *, cuda: bool) -> Report:
     """Rows of data an iteration, with as many mini-batches, for which no rank holds more than the device has.
 
     key: that of the config. rows: None where not even the least fits. is_bound: whether more rows would not fit; else
@@ -85,7 +85,7 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
 
     def fits(count: int) -> bool:
         with contextlib.suppress(ConfigError):
-            placed = place_either(_with_rows(config, count * step), run.world_size, cuda=cuda)
+            placed = place(_with_rows(config, count * step), run.world_size, cuda=cuda)
             return _peak(with_room(placed, room)) <= room
         return False
 
@@ -119,6 +119,6 @@ def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
     return copy.model_copy(update={"algorithm": algorithm})
 
 
-def _peak(run: PlacedRun | PlacedFixed) -> int:
+def _peak(run: PlacedModels) -> int:
     """Most bytes on any rank at any moment, those of libraries too."""
     return fullest(run).needed

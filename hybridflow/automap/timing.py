@@ -25,7 +25,7 @@ from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_tol
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
-from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
@@ -74,7 +74,7 @@ class Prediction:
         return {phase: max(ranks.values()) for phase, ranks in sums.items()}
 
 
-def work_of(run: PlacedRun | PlacedFixed, profile: DeviceProfile) -> Work:
+def work_of(run: PlacedModels, profile: DeviceProfile) -> Work:
     """Of prompts that are as long as they may be, and of responses with the expected mean."""
     return work_of_config(run.config, profile)
 
@@ -90,10 +90,10 @@ def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
     return Work(config.data.prompts_per_iteration, samples, *lengths, hosts)
 
 
-def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | None = None) -> Prediction:
+def predict(run: PlacedModels, profile: DeviceProfile, work: Work | None = None) -> Prediction:
     """One iteration. work: None: `work_of` the config. Errors: ConfigError where the profile lacks a dtype."""
     work, device = work or work_of(run, profile), Device(profile)
-    found = _fixed(run, work, device) if isinstance(run, PlacedFixed) else _generated(run, work, device)
+    found = _generated(run, work, device) if isinstance(run, PlacedRun) else _fixed(run, work, device)
     spans = schedule(
         tuple(found),
         ranks_per_host=work.ranks_per_host,
@@ -218,7 +218,7 @@ def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[MeanRows, in
     return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
 
-def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator[TimedOperation]:
+def _saved(run: PlacedModels, device: Device, work: Work) -> Iterator[TimedOperation]:
     """The part of a save that an iteration has."""
     interval = run.config.checkpoint.save_interval
     if interval:
@@ -226,7 +226,7 @@ def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator
         yield TimedOperation("save", "", tuple(range(run.world_size)), cost)
 
 
-def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperation]:
+def _fixed(run: PlacedModels, work: Work, device: Device) -> Iterator[TimedOperation]:
     """In the order of `flows.fixed`: what the loss asks of the models, then a step."""
     world, trained = tuple(range(run.world_size)), run.trained
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=ceil(run.world_size / work.ranks_per_host))
@@ -336,7 +336,7 @@ def exchange_cost(tokens: float, world_size: int, device: Device, *, hosts: int 
     return device.all_reduce(EXCHANGED_BYTES * tokens, world_size, hosts=hosts)
 
 
-def save_cost(run: PlacedRun | PlacedFixed, device: Device, ranks_per_host: int) -> Cost:
+def save_cost(run: PlacedModels, device: Device, ranks_per_host: int) -> Cost:
     """What the ranks of the busiest host write; with checkpoint.async_save only the copies to host memory."""
     written = dict.fromkeys(range(run.world_size), 0)
     for model in run.models.values():

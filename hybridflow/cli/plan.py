@@ -45,7 +45,7 @@ from hybridflow.user_code import search_beside
 if TYPE_CHECKING:
     from hybridflow.automap.device import DeviceProfile
     from hybridflow.placement.forecast import Report
-    from hybridflow.placement.placed import PlacedFixed, PlacedRun
+    from hybridflow.placement.placed import PlacedModels
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
@@ -256,7 +256,7 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.placement.cache_room import cache_report, cache_words, long_words, with_room
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
-    from hybridflow.placement.placed import PlacedRun, place_either
+    from hybridflow.placement.placed import PlacedRun, place
 
     facts = known_facts(options, config, DEFAULT_PROFILE)
     if options.profile or options.memory_gib or config.device_profile:
@@ -270,7 +270,7 @@ def _plan(options: argparse.Namespace) -> int:
             check_here(config, world_size)
         elif problem is not None:
             smallest_world_size(config)
-        placed = place_either(config, world_size)
+        placed = place(config, world_size)
     else:
         given = parse_hosts(options.hosts)
         placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
@@ -297,7 +297,7 @@ def _plan(options: argparse.Namespace) -> int:
     return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
 
 
-def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
+def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
     from hybridflow.cli.plan_lengths import work_with

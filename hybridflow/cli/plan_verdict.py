@@ -12,7 +12,7 @@ from hybridflow.placement.verdict import Change, Verdict, verdict
 if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
     from hybridflow.placement.forecast import Report
-    from hybridflow.placement.placed import PlacedFixed, PlacedRun
+    from hybridflow.placement.placed import PlacedModels
 
 GIB = 1 << 30
 Config = TypeVar("Config", bound=RunConfig)
@@ -40,7 +40,7 @@ def on_devices_of(config: Config, facts: "Facts | None") -> Config:
     return config.model_copy(update={"platform": facts.platform})
 
 
-def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None", *, elsewhere: bool = False) -> "Report":
+def verdict_report(run: "PlacedModels", facts: "Facts | None", *, elsewhere: bool = False) -> "Report":
     """fits: None where no device is named: a config may be meant for other machines than this one.
 
     elsewhere: the hosts of the run are named, and need not be this one.
@@ -74,7 +74,7 @@ def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None", *, els
     return {**report, "line": line}
 
 
-def _of_this_machine(run: "PlacedRun | PlacedFixed") -> str:
+def _of_this_machine(run: "PlacedModels") -> str:
     """What the memory of this machine, without a GPU, means for a run on CPUs; nothing for any other."""
     from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
     from hybridflow.trainers.auto import facts_of_gpus

@@ -17,7 +17,7 @@ from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.errors import DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
-from hybridflow.placement.placed import check_output_dir, place_either
+from hybridflow.placement.placed import check_output_dir, place
 from hybridflow.rewards.specs import check_columns, check_row, pool_specs
 from hybridflow.user_code import load_function
 
@@ -38,7 +38,7 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> N
     output: also whether the run directory can be written.
     """
     reasons = Reasons()
-    reasons.collect(place_either, config, world_size)
+    reasons.collect(place, config, world_size)
     note_missing(config, reasons)
     if output:
         reasons.collect(check_output_dir, config)

@@ -32,7 +32,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.rank0_commands import Answer, CommandLeader, Order
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.parallel.torchrun import Started
-from hybridflow.placement.placed import place_either
+from hybridflow.placement.placed import place
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
@@ -227,9 +227,9 @@ class Examination:
 
     def _clocks(self, offsets: Mapping[Pair, float]) -> None:
         ahead = clocks(offsets, len(self._hosts))
-        for place, host in enumerate(self._hosts):
-            if place in ahead:
-                self._findings.append(clock_finding(host.name, ahead[place]))
+        for number, host in enumerate(self._hosts):
+            if number in ahead:
+                self._findings.append(clock_finding(host.name, ahead[number]))
 
     # -------------------------------------------------------------------------------------------- the config
 
@@ -255,7 +255,7 @@ class Examination:
         if self._leader.missing or layouts != ["ok"]:
             return
         first, last = dict[int, Answer](), dict[int, Answer]()
-        for made in rounds_of(place_either(config, self._started.world_size, cuda=uses_cuda())):
+        for made in rounds_of(place(config, self._started.world_size, cuda=uses_cuda())):
             orders = {rank: order for ranks in made for order in [self._order("make_group", ranks)] for rank in ranks}
             answers = self._leader.ask(orders, ROUND_SECONDS)
             for ranks in made:

@@ -16,7 +16,7 @@ from hybridflow.placement.footprint import together
 from hybridflow.placement.forecast import forecast, memory_of
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.margin import Margin, Margins
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedModels, place
 
 AREA = "plan"
 LESS = "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer, or more ranks; hybridflow.plan shows what takes it"
@@ -34,14 +34,14 @@ class Free:
 def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], free: Free) -> list[Finding]:
     """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
     try:
-        run = place_either(config, world_size, cuda=bool(free.gpus))
+        run = place(config, world_size, cuda=bool(free.gpus))
         run = with_room(run, min(free.gpus.values())) if free.gpus else run
         check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
         return [Finding(AREA, "layout", "all", line, "fail", advice=advice) for line in str(error).splitlines()]
     lie = {name: model.layout.ranks for name, model in run.models.items()}
-    if isinstance(run, PlacedRun) and run.rollout.ranks != run.actor.layout.ranks:
+    if run.rollout is not None and run.rollout.ranks != run.trained.layout.ranks:
         lie["engine"] = run.rollout.ranks
     roles = ", ".join(f"{name} on {shown(ranks)}" for name, ranks in lie.items())
     needed, margin = peaks(run), Margins(run)
@@ -56,7 +56,7 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     ]
 
 
-def peaks(run: PlacedRun | PlacedFixed) -> dict[int, tuple[int, str]]:
+def peaks(run: PlacedModels) -> dict[int, tuple[int, str]]:
     """By rank: most bytes at a time, and the moment of it."""
     moments = memory_of(run).moments()
     return {
@@ -98,7 +98,7 @@ def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free
     return Finding(AREA, "memory", host.name, value, figures=figures)
 
 
-def _disk_findings(run: PlacedRun | PlacedFixed, free: Free, host: Host) -> list[Finding]:
+def _disk_findings(run: PlacedModels, free: Free, host: Host) -> list[Finding]:
     """Of the first host, by the sum of all ranks' checkpoints: the output directory is one for all."""
     if host.name not in free.disk:
         return []

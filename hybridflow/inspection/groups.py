@@ -9,13 +9,13 @@ from hybridflow.inspection.findings import Finding, gigabytes
 from hybridflow.parallel.rank0_commands import Answer
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.margin import communicators
-from hybridflow.placement.placed import PlacedFixed, PlacedRun
+from hybridflow.placement.placed import PlacedModels
 
 AREA = "groups"
 Ranks = tuple[int, ...]
 
 
-def rounds_of(run: PlacedRun | PlacedFixed) -> list[list[Ranks]]:
+def rounds_of(run: PlacedModels) -> list[list[Ranks]]:
     """Disjoint groups of one size, which can be made at a time; vLLM's ranks meet in groups of their own."""
     rounds: list[list[Ranks]] = []
     for _, ranks in dict.fromkeys((whose, linked) for whose, _, linked in communicators(run) if len(linked) > 1):

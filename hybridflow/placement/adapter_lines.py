@@ -6,7 +6,7 @@ from hybridflow.architecture.peft_directory import BASE, is_other_base, read_ada
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.formats.weights_digest import weights_digest
-from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
+from hybridflow.placement.placed import PlacedModel, PlacedModels
 
 LOW_RATE = 5e-6  # of adapters; full training takes about a tenth (docs/guides/lora.md)
 
@@ -48,7 +48,7 @@ def _trained(name: str, model: PlacedModel, placed: PlacedModels) -> str:
     if name == "actor" and placed.config.reference_is_base:
         own = "with the adapters of adapter_path" if placed.begins_with_adapters else "without adapters"
         line += f"; the reference is the base model {own}, and takes no memory of its own"
-    if name == "critic" and isinstance(placed, PlacedRun) and placed.critic_shares_base:
+    if name == "critic" and placed.critic_shares_base:
         line += "; the frozen ones are the actor's"
     return line
 

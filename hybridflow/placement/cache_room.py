@@ -14,10 +14,10 @@ from hybridflow.placement.footprint import together
 from hybridflow.placement.forecast import RunMemory
 from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.margin import Margins
-from hybridflow.placement.placed import PlacedFixed, PlacedRun
+from hybridflow.placement.placed import PlacedModels, PlacedRun
 
 GIB = 1 << 30
-Run = TypeVar("Run", PlacedRun, PlacedFixed, PlacedRun | PlacedFixed)
+Run = TypeVar("Run", PlacedRun, PlacedModels)
 
 
 def with_room(run: Run, room: int) -> Run:

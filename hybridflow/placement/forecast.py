@@ -1,6 +1,6 @@
 """What a placed run will mean, before any process starts: grids, memory per GPU, and the reshard. Pure.
 
-forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
+forecast(place(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -29,7 +29,7 @@ from hybridflow.placement.footprint import (
     training_activation_bytes,
 )
 from hybridflow.placement.margin import Margin, Margins, most_words
-from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 from hybridflow.placement.reshard import EngineHoldings, ReshardForecast, formulas
 from hybridflow.placement.saving import checkpoint_report, spread
 from hybridflow.reshard.plan import plan_reshard
@@ -39,7 +39,7 @@ Report = dict[str, Any]
 Moments = dict[str, Callable[[int], dict[str, Footprint]]]  # what lies on a rank in each moment, by role
 
 
-def forecast(run: PlacedRun | PlacedFixed) -> Report:
+def forecast(run: PlacedModels) -> Report:
     """Roles, memory and checkpoints of a run; rollout and reshard where there is an engine."""
     memory = memory_of(run)
     engine: Report = {}
@@ -122,32 +122,45 @@ def resting(held: Footprint, config: RoleConfig) -> Footprint:
     )
 
 
-class FixedMemory:
-    """What lies on every rank of a run on fixed data: there is no moment but training."""
+class ModelMemory:
+    """What lies on every rank of a run without an engine: there is no moment but training."""
 
-    def __init__(self, run: PlacedFixed) -> None:
+    def __init__(self, run: PlacedModels) -> None:
         self._world_size, self.margin = run.world_size, Margins(run)
-        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
-
-    def one_of_each(self) -> list[int]:
-        """Ranks such that each other one holds what one of them does."""
-        return one_of_each(self._world_size, lambda rank: (_stages(self.roles, rank), self.margin(rank)))
-
-    def moments(self) -> Moments:
-        return {"training": self._training}
-
-    def _training(self, rank: int) -> dict[str, Footprint]:
-        return {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
-
-
-class RunMemory:
-    """What lies on every rank of a run, and what the reshard takes."""
-
-    def __init__(self, run: PlacedRun) -> None:
-        self.run, self.actor, self.rollout, self.margin = run, run.actor, run.rollout, Margins(run)
-        self._beside = run.config.rollout.is_one_step_off  # then ranks train or generate, all the time
         shared = {"critic"} if run.critic_shares_base else set[str]()
         self.roles = {name: role_memory(run.config, model, name in shared) for name, model in run.models.items()}
+
+    def one_of_each(self) -> list[int]:
+        """Ranks such that each other one holds what one of them does, ascending: the first of each standing."""
+        first: dict[Hashable, int] = {}
+        for rank in range(self._world_size):
+            first.setdefault(self._standing(rank), rank)
+        return list(first.values())
+
+    def moments(self) -> Moments:
+        """What lies on a rank in each moment, by role."""
+        return {"training": self._training}
+
+    def _standing(self, rank: int) -> Hashable:
+        return tuple((name, stage) for name, _, stage in self._on(rank)), self.margin(rank)
+
+    def _training(self, rank: int) -> dict[str, Footprint]:
+        return {name: role.training[stage] for name, role, stage in self._on(rank)}
+
+    def _on(self, rank: int) -> Iterator[tuple[str, RoleMemory, int]]:
+        """(name, role, pipeline stage) of what lies on a rank."""
+        for name, role in self.roles.items():
+            if rank in role.model.layout:
+                yield name, role, role.model.layout.coordinates(rank).pp
+
+
+class RunMemory(ModelMemory):
+    """What lies on every rank of a run with an engine, and what the reshard takes."""
+
+    def __init__(self, run: PlacedRun) -> None:
+        super().__init__(run)
+        self.run, self.actor, self.rollout = run, run.actor, run.rollout
+        self._beside = run.config.generates_beside  # then ranks train or generate, all the time
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
         layouts, dtype = (self.actor.layout, self.rollout), self.actor.config.dtype
@@ -164,28 +177,22 @@ class RunMemory:
             self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
         )
 
-    def one_of_each(self) -> list[int]:
-        """Ranks such that each other one holds what one of them does."""
-
-        def standing(rank: int) -> Hashable:
-            engine = self.holdings.standing(rank) if rank in self.rollout else None
-            return *_stages(self.roles, rank), engine, self.margin(rank)
-
-        return one_of_each(self.run.world_size, standing)
+    def _standing(self, rank: int) -> Hashable:
+        return super()._standing(rank), self.holdings.standing(rank) if rank in self.rollout else None
 
     def moments(self) -> Moments:
-        """What lies on a rank in each moment, by role."""
-        return {"training": self._training, "generation": self._generation}
+        """See `ModelMemory`."""
+        return super().moments() | {"generation": self._generation}
 
     def _training(self, rank: int) -> dict[str, Footprint]:
-        rows = {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
+        rows = super()._training(rank)
         if rank in self.rollout and self.run.config.rollout.sleep_level == 0 and not self._beside:
             sampler = kept_by_sampler(self.run.config, self.actor.spec, pp=self.rollout.pp)
             rows["engine"] = Footprint(activations=sampler, kv_cache=self._kv_cache(rank))
         return rows
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
-        rows = {} if self._beside else {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
+        rows = {} if self._beside else {name: role.at_rest(stage) for name, role, stage in self._on(rank)}
         if rank in self.rollout:
             own, released = self.holdings.own_and_released(rank)
             if "actor" in rows:
@@ -228,20 +235,8 @@ def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> i
     return sampler_bytes(actor, sequences=config.rollout.sequences_of_step(config.rows_of_replica(), cuda=True))
 
 
-def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:
-    return FixedMemory(run) if isinstance(run, PlacedFixed) else RunMemory(run)
-
-
-def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleMemory, int]]:
-    """(name, role, pipeline stage) of what lies on a rank."""
-    for name, role in roles.items():
-        if rank in role.model.layout:
-            yield name, role, role.model.layout.coordinates(rank).pp
-
-
-def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int], ...]:
-    """(name, pipeline stage) of what lies on a rank."""
-    return tuple((name, stage) for name, _, stage in _on(roles, rank))
+def memory_of(run: PlacedModels) -> ModelMemory:
+    return RunMemory(run) if isinstance(run, PlacedRun) else ModelMemory(run)
 
 
 def role_memory(config: AnyConfig, model: PlacedModel, shares_base: bool = False) -> RoleMemory:
@@ -273,21 +268,13 @@ class Fullest:
         return self.bytes + self.margin.total
 
 
-def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
+def fullest(run: PlacedModels) -> Fullest:
     """With libraries. The first of those alike, as in the table of `hybridflow.plan`."""
     memory = memory_of(run)
     ranks = memory.one_of_each()
     moments = memory.moments().items()
     found = [Fullest(rank, moment, rows(rank), memory.margin(rank)) for moment, rows in moments for rank in ranks]
     return max(found, key=lambda each: each.needed)
-
-
-def one_of_each(world_size: int, standing: Callable[[int], Hashable]) -> list[int]:
-    """The first rank of each standing, ascending."""
-    found: dict[Hashable, int] = {}
-    for rank in range(world_size):
-        found.setdefault(standing(rank), rank)
-    return list(found.values())
 
 
 # ------------------------------------------------------------------------------------------------ reports

@@ -14,7 +14,7 @@ from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.parallel.ranks import counted, shown
-from hybridflow.placement.placed import PlacedFixed, PlacedModels, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedModels, PlacedRun, place
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
 
 def place_on_hosts(
     config: AnyConfig, hosts: Sequence[HostRanks], least: int
-) -> tuple[PlacedRun | PlacedFixed, Sequence[HostRanks], dict[int, str]]:
+) -> tuple[PlacedModels, Sequence[HostRanks], dict[int, str]]:
     """The run on as many of the first hosts as it fits on, `least` or more; these; and why not on other numbers.
 
     Errors: ConfigError with the sum, where it fits on no number of them.
@@ -78,8 +78,8 @@ def place_on_hosts(
     return *found, {count: reason.splitlines()[0] for count, reason in unfit.items()}
 
 
-def _placed_on(config: AnyConfig, hosts: Sequence[HostRanks]) -> PlacedRun | PlacedFixed:
-    placed = place_either(config, hosts[-1].ranks.stop)
+def _placed_on(config: AnyConfig, hosts: Sequence[HostRanks]) -> PlacedModels:
+    placed = place(config, hosts[-1].ranks.stop)
     check_hosts(placed, hosts)
     return placed
 
@@ -111,7 +111,7 @@ def for_launch(placed: PlacedModels, hosts: Sequence[HostRanks], unfit: Mapping[
 def placement_lines(placed: PlacedModels, hosts: Sequence[HostRanks]) -> str:
     """A line a host and a column a model: coordinates there."""
     layouts: dict[str, Layout | RolloutLayout] = {name: model.layout for name, model in placed.models.items()}
-    if isinstance(placed, PlacedRun):
+    if placed.rollout is not None:
         layouts["engine"] = placed.rollout
     rows = [["host", "ranks", *layouts]]
     for host in hosts:

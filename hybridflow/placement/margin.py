@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
-from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 
 GIB = 1 << 30
 CONTEXT = GIB // 2  # a guess: CUDA's context and the code of kernels
@@ -64,7 +64,7 @@ class Margin:
 class Margins:
     """Of every rank of a run."""
 
-    def __init__(self, run: PlacedRun | PlacedFixed) -> None:
+    def __init__(self, run: PlacedModels) -> None:
         self._run = run
         self._counts = _counts(communicators(run)) if run.cuda else Counter[int]()
 
@@ -79,7 +79,7 @@ class Margins:
         return Margin(least.context, self._counts[rank], graphs, least.workspaces + workspaces)
 
 
-def most_words(run: PlacedRun | PlacedFixed) -> str:
+def most_words(run: PlacedModels) -> str:
     """A line for people, of the rank on which libraries take most; "" on CPUs."""
     most = max(map(Margins(run), range(run.world_size)), key=lambda each: each.total)
     return f"Libraries take up to {most.total / GIB:.2f} GiB of a rank more: {most.words}." if run.cuda else ""
@@ -124,17 +124,17 @@ def _counts(made: Iterable[Communicator]) -> Counter[int]:
     return Counter(rank for _, _, ranks in set(made) if len(ranks) > 1 for rank in ranks)
 
 
-def communicators(run: PlacedRun | PlacedFixed) -> Iterator[Communicator]:
+def communicators(run: PlacedModels) -> Iterator[Communicator]:
     """All that ranks make on GPUs, some of them again and again, in an order that is alike on all ranks."""
     world = tuple(range(run.world_size))
     yield WORLD, world, world  # results of all ranks, and messages of the reshard
     for model in run.models.values():
         yield from _of_role(model.layout, *_ways(model))
-    if isinstance(run, PlacedFixed):
+    if run.rollout is None:
         return
     for replica in run.rollout.replicas:
         yield from _of_replica(replica, run.rollout.tp)
-    if run.config.rollout.is_one_step_off:
+    if run.config.generates_beside:
         yield _group(tuple(rank for rank in world if rank not in run.rollout))
 
 

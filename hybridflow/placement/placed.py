@@ -1,7 +1,6 @@
 """A config on so many ranks: every model's spec read once, every layout, and all reasons why it cannot run.
 
     run = place(config, world_size)    what `hybridflow.train`, `hybridflow.plan` and the roles are built on
-    place_fixed(config, world_size)    the same of a run on fixed data, which has no engine
 
 Reads the config.json of each model, no weights, and needs no process group. Memory is not looked at, the engine's KV
 cache apart, which must hold one sequence.
@@ -13,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
+from typing import overload
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
 from hybridflow.config import (
     ExperimentConfig,
     RewardModelConfig,
     RoleConfig,
-    RolloutConfig,
     RunConfig,
     TrainedRoleConfig,
 )
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.models.routing import RoutingSizes
@@ -52,12 +51,17 @@ class PlacedModel:
 
 @dataclass(frozen=True)
 class PlacedModels:
-    """All models of a config."""
+    """All models of a config. Made by `place`."""
 
-    config: RunConfig
+    config: AnyConfig
     world_size: int
     models: dict[str, PlacedModel]  # by name
     cuda: bool  # whether they are on GPUs
+    rollout: RolloutLayout | None  # of the engine, where there is one
+
+    @property
+    def trained(self) -> PlacedModel:
+        return self.models[self.config.trained_name]
 
     @property
     def computing(self) -> dict[str, PlacedModel]:
@@ -76,18 +80,19 @@ class PlacedModels:
     @property
     def bucket_bytes(self) -> int:
         """Of the buckets in which the actor's weights, or those of the trained model, live and travel."""
-        return RolloutConfig().bucket_bytes(cuda=self.cuda)
-
-
-@dataclass(frozen=True)
-class PlacedFixed(PlacedModels):
-    """Those of a run on fixed data. Made by `place_fixed`."""
-
-    config: FixedDataConfig
+        return self.config.bucket_bytes(cuda=self.cuda)
 
     @property
-    def trained(self) -> PlacedModel:
-        return self.models[self.config.trained_name]
+    def critic_shares_base(self) -> bool:
+        """Whether the critic's frozen weights are the actor's: of one directory and dtype, and cut alike."""
+        critic, actor = self.models.get("critic"), self.trained
+        if critic is None or critic.spec.lora is None or actor.spec.lora is None:
+            return False
+        return (critic.spec.path, critic.config.dtype, critic.layout) == (
+            actor.spec.path,
+            actor.config.dtype,
+            actor.layout,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,22 +103,6 @@ class PlacedRun(PlacedModels):
     rollout: RolloutLayout
     stages: Stages  # the layers of each engine stage
     kv_cache: KVCacheSize
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.config.rollout.bucket_bytes(cuda=self.cuda)
-
-    @property
-    def critic_shares_base(self) -> bool:
-        """Whether the critic's frozen weights are the actor's: of one directory and dtype, and cut alike."""
-        critic, actor = self.models.get("critic"), self.actor
-        if critic is None or critic.spec.lora is None or actor.spec.lora is None:
-            return False
-        return (critic.spec.path, critic.config.dtype, critic.layout) == (
-            actor.spec.path,
-            actor.config.dtype,
-            actor.layout,
-        )
 
     @property
     def keeps_base(self) -> bool:
@@ -153,7 +142,15 @@ class PlacedRun(PlacedModels):
         return [model for name, model in self.models.items() if name.startswith("reward.models.")]
 
 
-def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun:
+@overload
+def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun: ...
+
+
+@overload
+def place(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedModels: ...
+
+
+def place(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedModels:
     """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none.
 
     cuda: whether it runs on GPUs; None: as the config says, by default whether this machine has any.
@@ -162,57 +159,29 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     layouts = config.layouts(world_size, reasons)
     reasons.collect(check_trackers, config.metrics)
     reasons.collect(config.check_traced_ranks, world_size)
-    all_placed = not reasons.lines
-    specs = _specs(config, reasons)
+    train = layouts.get("actor") if not reasons.lines else None
+    specs, engine = _specs(config, reasons), None
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons, cuda=has_cuda)
-        reasons.collect(spec.check_length, config.max_sequence_length)
+        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
-    engine = kv_cache = None
     if config.resets_reference and {"actor", "reference"} <= specs.keys():
         reasons.collect(_check_alike, specs["actor"], specs["reference"])
-    if "actor" in specs:
-        _check_engine(config, specs["actor"], reasons)
-        reasons.collect(_check_routing, config, specs["actor"])
-        if all_placed:
-            engine = reasons.collect(_place_engine, config, specs["actor"], layouts["actor"], world_size)
-    if engine is not None:
-        kv_cache = reasons.collect(size_kv_cache, config, specs["actor"], *engine, cuda=has_cuda)
+    if isinstance(config, ExperimentConfig) and "actor" in specs:
+        engine = _engine(config, specs["actor"], train, world_size, reasons, cuda=has_cuda)
     reasons.refuse()
-    assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    rollout, stages = engine
-    return PlacedRun(config, world_size, models, has_cuda, rollout=rollout, stages=stages, kv_cache=kv_cache)
+    if not isinstance(config, ExperimentConfig):
+        return PlacedModels(config, world_size, models, has_cuda, rollout=None)
+    assert engine is not None, "no reason, and no engine"
+    return PlacedRun(config, world_size, models, has_cuda, *engine)
 
 
-def reencodes(config: ExperimentConfig, name: str) -> bool:
+def reencodes(config: RunConfig, name: str) -> bool:
     """Whether a reward model reads texts that are encoded anew, in place of the actor's tokens."""
     role = config.roles().get(name)  # a reference that is the actor has no section
     return isinstance(role, RewardModelConfig) and role.reencode
-
-
-def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None = None) -> PlacedFixed:
-    """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
-    reasons, has_cuda = Reasons(), uses_cuda(config.platform) if cuda is None else cuda
-    layouts = config.layouts(world_size, reasons)
-    reasons.collect(config.check_traced_ranks, world_size)
-    specs = _specs(config, reasons)
-    for name, spec in specs.items():
-        _check_model(name, config.roles()[name], spec, reasons, cuda=has_cuda)
-        reasons.collect(spec.check_length, config.data.max_length, "data.max_length")
-        if "actor" in specs:
-            reasons.collect(spec.check_vocabulary, name, specs["actor"])
-    reasons.refuse()
-    models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedFixed(config, world_size, models, has_cuda)
-
-
-def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun | PlacedFixed:
-    """By the kind of the config."""
-    if isinstance(config, FixedDataConfig):
-        return place_fixed(config, world_size, cuda=cuda)
-    return place(config, world_size, cuda=cuda)
 
 
 def left_out(config: RunConfig) -> list[str]:
@@ -320,6 +289,20 @@ def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the engine
+
+
+def _engine(
+    config: ExperimentConfig, actor: ModelSpec, train: Layout | None, world_size: int, reasons: Reasons, *, cuda: bool
+) -> tuple[RolloutLayout, Stages, KVCacheSize] | None:
+    """The ranks that generate together, the layers of each engine stage, and the KV cache. What is wrong is noted.
+
+    train: of the actor; None where a layout is wrong.
+    """
+    _check_engine(config, actor, reasons)
+    reasons.collect(_check_routing, config, actor)
+    placed = None if train is None else reasons.collect(_place_engine, config, actor, train, world_size)
+    kv_cache = None if placed is None else reasons.collect(size_kv_cache, config, actor, *placed, cuda=cuda)
+    return None if placed is None or kv_cache is None else (*placed, kv_cache)
 
 
 def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) -> None:

@@ -29,7 +29,7 @@ from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
-from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedModel, PlacedModels
 
 STEPS_BYTES = 8  # the number of optimizer steps
 MANY_ITERATIONS = 1 << 20
@@ -242,7 +242,7 @@ def _padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def checkpoint_report(run: PlacedRun | PlacedFixed) -> dict[str, Any]:
+def checkpoint_report(run: PlacedModels) -> dict[str, Any]:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
     for name, model in run.models.items():

@@ -1,6 +1,6 @@
 """Whether a placed run fits the memory of the devices, and which changes of keys make it fit. Pure.
 
-    found = verdict(place_either(config, 8), 80 << 30)
+    found = verdict(place(config, 8), 80 << 30)
     found.fits, found.fullest, found.help      help: changes that suffice, each by itself or all of `together`
 
 A change is tried: the config that has it is placed again, and the table of memory is asked.
@@ -16,7 +16,7 @@ from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import UserError
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedModels, PlacedRun, place
 from hybridflow.placement.recomputation import further
 
 GIB = 1 << 30
@@ -25,7 +25,6 @@ MOST_DOUBLINGS, MOST_RANKS = 4, 2048  # of the ranks that are tried
 MOST_TURNS = 6  # of changes, each with what is the fullest moment then
 MOST_TENSOR_PARALLEL = 8  # GPUs of a host
 Change = tuple[str, Any]  # key of the config, value
-Run = PlacedRun | PlacedFixed
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Verdict:
         return self.room - self.fullest.needed
 
 
-def verdict(run: Run, room: int) -> Verdict:
+def verdict(run: PlacedModels, room: int) -> Verdict:
     run = with_room(run, room)
     found = Verdict(fullest(run), room)
     if found.fits:
@@ -71,7 +70,7 @@ def verdict(run: Run, room: int) -> Verdict:
     return found
 
 
-def _wider(run: Run, found: Verdict) -> Iterator[tuple[Change, ...]]:
+def _wider(run: PlacedModels, found: Verdict) -> Iterator[tuple[Change, ...]]:
     """The roles of the fullest rank on twice as many tensor-parallel ranks, four times, and so on, within a host."""
     models = {name: run.models[name].config for name in found.fullest.roles if name in run.models}
     for doublings in range(1, MOST_DOUBLINGS + 1):
@@ -84,7 +83,7 @@ def _wider(run: Run, found: Verdict) -> Iterator[tuple[Change, ...]]:
         yield tuple(changes)
 
 
-def _changes(run: Run, found: Verdict) -> Iterator[Change]:
+def _changes(run: PlacedModels, found: Verdict) -> Iterator[Change]:
     """What takes less in the fullest moment, what costs least time first."""
     if found.fullest.moment == "generation":
         yield from _of_generation(run, found)
@@ -103,7 +102,7 @@ def _changes(run: Run, found: Verdict) -> Iterator[Change]:
         yield from ((key, values[number]) for key, values in steps if number < len(values))
 
 
-def _of_generation(run: Run, found: Verdict) -> Iterator[Change]:
+def _of_generation(run: PlacedModels, found: Verdict) -> Iterator[Change]:
     roles = found.fullest.roles
     for key, kind in (("offload_optimizer", "optimizer"), ("offload_gradients", "gradients")):
         for name, held in roles.items():
@@ -120,7 +119,7 @@ def _of_generation(run: Run, found: Verdict) -> Iterator[Change]:
         yield "rollout.kv_cache_gib", gib
 
 
-def _in_turn(run: Run, layout: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...] | None:
+def _in_turn(run: PlacedModels, layout: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...] | None:
     """The layout with the changes of the fullest moment, then of the one that is the fullest after them; None: it does
     not fit with all of them."""
     changes = dict(layout)
@@ -136,7 +135,7 @@ def _in_turn(run: Run, layout: Sequence[Change], room: int, *, world_size: int) 
     return None
 
 
-def _needed(run: Run, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
+def _needed(run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
     """Without those that the others suffice without, the costliest left out first."""
     kept = tuple(changes)
     for change in reversed(changes):
@@ -146,7 +145,7 @@ def _needed(run: Run, changes: Sequence[Change], room: int, *, world_size: int) 
     return kept
 
 
-def _least(run: Run, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
+def _least(run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
     """With as little computed again as is enough."""
     kept = dict(changes)
     for key in [key for key in kept if key.endswith(".recompute")]:
@@ -167,18 +166,20 @@ def _first_of_each(changes: Iterable[Change]) -> tuple[Change, ...]:
     return tuple(found.items())
 
 
-def _fits(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
+def _fits(run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
     changed = _changed(run, changes, room, world_size=world_size)
     return changed is not None and fullest(changed).needed <= room
 
 
-def _changed(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> Run | None:
+def _changed(
+    run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int | None = None
+) -> PlacedModels | None:
     """None: the config refuses it. Other sizes or ranks leave the number of replicas to follow from the ranks."""
     whole, ranks = dict(changes), world_size or run.world_size
     if ranks != run.world_size or any(key.endswith("tensor_parallel_size") for key in whole):
         whole |= {f"{name}.data_parallel_size": None for name in run.models}
     try:
-        return with_room(place_either(with_changes(run.config, whole), ranks, cuda=run.cuda), room)
+        return with_room(place(with_changes(run.config, whole), ranks, cuda=run.cuda), room)
     except UserError:
         return None
 

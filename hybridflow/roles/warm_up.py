@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hybridflow.models.pipeline import meet_neighbours
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.margin import GROUP, communicators
-from hybridflow.placement.placed import PlacedFixed, PlacedRun
+from hybridflow.placement.placed import PlacedModels
 
 
 def warm_up(
-    run: PlacedRun | PlacedFixed,
+    run: PlacedModels,
     groups: ProcessGroups,
     device: torch.device,
     engine_pipelines: Iterable[dist.ProcessGroup] = (),

@@ -28,7 +28,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
-from hybridflow.placement.placed import PlacedFixed, place_fixed
+from hybridflow.placement.placed import PlacedModels, place
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.recording.traces import stage_traces
@@ -40,7 +40,7 @@ from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.loop import Trainer, checkpoint_manager_of, start, start_notes, warmup_notes
 
 
-def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
+def build_models(placed: PlacedModels, world: RunContext) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     models = placed.models
     actor = Actor(models["actor"], temperature=1.0, world=world) if "actor" in models else None
@@ -65,7 +65,7 @@ class FixedDataTrainer(Trainer):
         choose_platform(config.platform)  # before anything asks
         _, world_size = torchrun.torchrun_rank()
         self.config: FixedDataConfig = config
-        self.placed: PlacedFixed = place_fixed(config, world_size)
+        self.placed: PlacedModels = place(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.platform, self.watchdog = start(config, watchdog)
         with self.watchdog.phase("start"):

@@ -19,7 +19,7 @@ from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import FixedDataConfig, load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
-from hybridflow.placement.placed import place_fixed
+from hybridflow.placement.placed import place
 from hybridflow.trainers.fixed_data import FixedDataTrainer
 from hybridflow.trainers.online import OnlineTrainer
 from tests.automap.test_auto import MOST_PARAMETERS, PADDING
@@ -95,7 +95,7 @@ def test_the_winner_is_the_best_of_all_configs_placed_and_timed_one_by_one() -> 
         overrides = [f"{key}={value}" for key, value in zip(values, chosen, strict=True)]
         try:
             config = config_of("dpo", *base, *overrides, f"actor.ranks='{actor}'", f"reference.ranks='{reference}'")
-            run = place_fixed(config, 2)
+            run = place(config, 2)
         except ConfigError:
             continue
         found.append((predict(run, DEVICE).seconds, fullest(run).bytes))
@@ -156,7 +156,7 @@ def test_what_auto_stands_for_is_the_best_and_all_else_stays() -> None:
     assert config.trained.optimizer == FixedDataConfig.from_tree(with_neutral(given), "x.yaml").trained.optimizer
     free = autos(given)
     best = search(request("reward_model", 4, free=free)).plans[0]
-    assert predict(place_fixed(config, 4), DEVICE).seconds == pytest.approx(best.seconds)
+    assert predict(place(config, 4), DEVICE).seconds == pytest.approx(best.seconds)
     with pytest.raises(ConfigError, match=r"no layout fits on 4 ranks of round devices"):
         resolve(given, "x.yaml", 4, Facts(DEVICE, 1000, 0, "round devices"))
     with pytest.raises(ConfigError, match=r"reward_model.ranks names rank 9, the run has 4 ranks"):
@@ -217,7 +217,7 @@ def test_two_ranks_choose_the_same_write_numbers_and_hold_what_is_counted(runs: 
     for name, role in saved.roles().items():
         for key in AUTO:
             assert first["chosen"][f"{name}.{key}"] == getattr(role, key) != "auto"
-    assert place_fixed(saved, 2).trained.layout.ranks == (0, 1)
+    assert place(saved, 2).trained.layout.ranks == (0, 1)
     for found in (first, second):
         for kind, size in found["actor"]["counted"].items():
             # padding is at the end of a bucket, which with ZeRO-1 the last rank has

@@ -23,7 +23,7 @@ from hybridflow.automap.timing import (
     work_of,
 )
 from hybridflow.config.fixed_data import load_config
-from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.placement.placed import PlacedModels, PlacedRun, place
 from hybridflow.reshard.plan import plan_reshard
 from tests.automap.round_profile import overheads, profile
 from tests.test_plan import CONFIG, MODELS, SMALL
@@ -46,8 +46,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def placed(world_size: int, *overrides: str) -> PlacedRun | PlacedFixed:
-    return place_either(load_config("config.yaml", [*FLOAT32, *overrides]), world_size, cuda=False)
+def placed(world_size: int, *overrides: str) -> PlacedModels:
+    return place(load_config("config.yaml", [*FLOAT32, *overrides]), world_size, cuda=False)
 
 
 def run_of(world_size: int, *overrides: str) -> PlacedRun:
@@ -197,7 +197,7 @@ def test_a_run_on_fixed_data_has_a_step_and_what_its_loss_asks_for(directory: Pa
     (directory / "sft.yaml").write_text(yaml.safe_dump(tree))
     tree |= {"algorithm": {"name": "dpo"}, "reference": {"model": "small", "dtype": "float32"}}
     (directory / "dpo.yaml").write_text(yaml.safe_dump(tree))
-    sft, dpo = (predict(place_either(load_config(f"{name}.yaml", []), 1), profile()).phases for name in ("sft", "dpo"))
+    sft, dpo = (predict(place(load_config(f"{name}.yaml", []), 1), profile()).phases for name in ("sft", "dpo"))
     assert set(sft) == {"actor_update"}
     assert set(dpo) == {"log_probs", "reference", "actor_update"}
     assert dpo["actor_update"] > 1.9 * sft["actor_update"]  # two rows of a pair
@@ -283,7 +283,7 @@ def test_the_report_names_phases_idle_ranks_and_the_largest_batch() -> None:
 def test_the_largest_batch_is_the_last_that_the_forecast_says_fits() -> None:
     small = ("rollout.kv_cache_gib=1e-5", "rollout.max_num_seqs=1", "rollout.max_num_batched_tokens=1")
     run = placed(1, "algorithm.update.mini_batch_size=4", *small)
-    sizes = {rows: _peak(place_either(_with_rows(run.config, rows), 1, cuda=False)) for rows in (8, 10, 12)}
+    sizes = {rows: _peak(place(_with_rows(run.config, rows), 1, cuda=False)) for rows in (8, 10, 12)}
     assert sizes[8] < sizes[10] < sizes[12]
     found = largest_batch(run, profile(memory_bytes=sizes[10]), cuda=False)
     assert (found["rows"], found["is_bound"]) == (10, True)
@@ -298,7 +298,7 @@ def test_the_largest_batch_is_the_last_that_the_forecast_says_fits() -> None:
 def test_shipped_configs_are_predicted_in_plausible_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layout of eight H100s runs four Llama-3-8B in a second, or takes ten minutes for 512 thousand tokens."""
     monkeypatch.chdir(ROOT)
-    run = place_either(load_config("configs/llama3_8b_8gpus.yaml", []), 8, cuda=True)
+    run = place(load_config("configs/llama3_8b_8gpus.yaml", []), 8, cuda=True)
     h100: DeviceProfile = load_profile("h100-sxm")
     slower = predict(run, load_profile("a100-80gb-sxm")).seconds
     assert 10 < predict(run, h100).seconds < slower < 120

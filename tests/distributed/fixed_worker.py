@@ -28,7 +28,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.placement.placed import place_fixed
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext
 from hybridflow.trainers.fixed_data import build_models
 from tests.distributed.cases import Case
@@ -79,7 +79,7 @@ def main(models: Path, out: Path, names: list[str]) -> None:
             key = (trained.model, config.trained_name)
             if key not in built:
                 given = experiment(trained, case, models, budget, with_reference=True)
-                built[key] = build_models(place_fixed(given, platform.world_size), world)
+                built[key] = build_models(place(given, platform.world_size), world)
                 first[key] = [x.clone() for x in weights(built[key])]
             for own, saved in zip(weights(built[key]), first[key], strict=True):
                 own.copy_(saved)

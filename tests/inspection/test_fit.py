@@ -10,7 +10,7 @@ from hybridflow.inspection.findings import Finding, Host
 from hybridflow.inspection.fit import Free, fit_findings, peaks
 from hybridflow.inspection.machine import GIB
 from hybridflow.placement.forecast import forecast
-from hybridflow.placement.placed import place, place_fixed
+from hybridflow.placement.placed import place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 TWO = (Host("a", 0, (0,)), Host("b", 1, (1,)))
@@ -118,7 +118,7 @@ def test_a_run_on_fixed_data_has_one_moment_and_no_engine(config: ExperimentConf
         ("checkpoints", "ok"),
     ]
     assert findings[0].value == "2 ranks: reward_model on 0-1"
-    run = place_fixed(fixed, 2)
+    run = place(fixed, 2)
     assert {moment for _, moment in peaks(run).values()} == {"training"}
     told = forecast(run)
     assert told["checkpoint"]["num_kept"] == 3  # two, and the one being written

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.config.fixed_data import load_config
 from hybridflow.placement.margin import Margin, Margins, most_words, role_bytes
-from hybridflow.placement.placed import PlacedRun, place_either
+from hybridflow.placement.placed import PlacedRun, place
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(name: str, *overrides: str, ranks: int = 8, cuda: bool = True) -> PlacedRun:
-    return place_either(load_config(f"configs/{name}.yaml", list(overrides)), ranks, cuda=cuda)  # type: ignore[return-value]  # each generates
+    return place(load_config(f"configs/{name}.yaml", list(overrides)), ranks, cuda=cuda)  # type: ignore[return-value]  # each generates
 
 
 CASES = [  # number of communicators of a rank, in words

@@ -25,7 +25,7 @@ from hybridflow.parallel import vocab_triton
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
-from hybridflow.placement.placed import place_fixed
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import Role, RunContext, TrainedRole
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, TrainedRewardModel
@@ -67,8 +67,8 @@ def main(models: Path, out: Path) -> None:
         found[name] = seen
     for name, trained in fixed_cases.ALGORITHMS.items():
         config = fixed_worker.experiment(trained, ONE, models, BUDGET)
-        roles = build_models(place_fixed(config, 1), world)
-        twins = on_the_device(lambda c, w: build_models(place_fixed(c, 1), w), in_bfloat16(config), beside)
+        roles = build_models(place(config, 1), world)
+        twins = on_the_device(lambda c, w: build_models(place(c, 1), w), in_bfloat16(config), beside)
         with computed_beside(roles, twins) as seen:
             fixed_worker.one_iteration(config, roles, world)
         found[name] = seen
