@@ -104,7 +104,7 @@ def _box_outside() -> None:
 
 NOTHING_HELD_OUT: Any = SimpleNamespace(inputs=SimpleNamespace(heldout=None))
 STALE: Any = SimpleNamespace(algorithm=None, rollout=SimpleNamespace(max_staleness=1))
-OTHER_KIND: Any = SimpleNamespace(_config=None, _book=None)
+OTHER_KIND: Any = SimpleNamespace(_config=None, _source=None)
 STAGE: Any = SimpleNamespace(model=SimpleNamespace(named_parameters=lambda: [("model.layers.2.up", None)]))
 
 

@@ -28,11 +28,11 @@ from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.options import Free, Options, everything
 from hybridflow.automap.placements import Placement, placements
 from hybridflow.automap.timing import Prediction, Work, predict, work_of_config
-from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.ranks import shown
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
@@ -266,16 +266,13 @@ def config_of(request: SearchRequest, choice: Choice) -> AnyConfig:
             own = own.model_copy(update={"ranks": None if choice.placement[name] == whole else choice.placement[name]})
         _section(tree, name).update(own.model_dump(mode="json"))
     if choice.engine is not None:
-        assert isinstance(request.config, ExperimentConfig), "a run on fixed data has no engine"
-        tree["rollout"].update(_engine_keys(request, request.config, choice.placement, choice.engine))
+        tree["rollout"].update(_engine_keys(request, choice.placement, choice.engine))
     return type(request.config).from_tree(tree, "the search")
 
 
-def _engine_keys(
-    request: SearchRequest, config: ExperimentConfig, placement: Placement, engine: EngineOption
-) -> dict[str, Any]:
+def _engine_keys(request: SearchRequest, placement: Placement, engine: EngineOption) -> dict[str, Any]:
     """Of the section rollout: those that were chosen."""
-    free = (request.free or everything(config))[ENGINE]
+    free = (request.free or everything(request.config))[ENGINE]
     chosen = {
         "tensor_parallel_size": engine.tp,
         "pipeline_parallel_size": engine.pp,
@@ -284,13 +281,8 @@ def _engine_keys(
     found: dict[str, Any] = {key: value for key, value in chosen.items() if key in free}
     if request.placement is None:
         ranks = placement[ENGINE]
-        found["ranks"] = replace_ranks(config, None if ranks == placement["actor"] else ranks)
+        found["ranks"] = None if ranks == placement["actor"] else shown(ranks)  # as the config writes them
     return found
-
-
-def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> Any:
-    """As the config writes it."""
-    return config.rollout.model_copy(update={"ranks": ranks}).model_dump(mode="json")["ranks"]
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Any:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from hybridflow.config import ExperimentConfig, TrainedRoleConfig
+from hybridflow.config import TrainedRoleConfig
 from hybridflow.config.algorithms import Custom
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
@@ -23,19 +23,20 @@ from hybridflow.user_code import load_function
 ADAPTER_FILES = ("adapter_*", "*.distcp", ".metadata")  # of PEFT, or of a checkpoint
 
 
-def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
+def run_digests(config: AnyConfig, inputs: Inputs | FixedInputs) -> dict[str, bytes]:
     """By the name that a message gives it. Of a model that a checkpoint holds only config.json."""
     models = {name: Path(role.model) for name, role in config.roles().items()}
-    return {
+    found = {
         "the config": digest_bytes(config.to_yaml().encode()),
         **code_digests(),
-        "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
-        **{key: prompts.digest for key, prompts in inputs.prompts_by_key.items()},
+        f"the tokenizer of {config.trained_name}.model": tokenizer_digest(models[config.trained_name]),
+        **{key: rows.digest for key, rows in inputs.rows_by_key.items()},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
         **weights_digests(config),
-        **function_digests(config, inputs.functions),
-        **environment_digests(inputs.environment),
     }
+    if isinstance(inputs, FixedInputs):
+        return found
+    return found | function_digests(config, inputs.functions) | environment_digests(inputs.environment)
 
 
 def environment_digests(environment: EnvironmentInputs | AgentInputs | None) -> dict[str, bytes]:
@@ -48,20 +49,6 @@ def class_digests(path: str, file: str | None) -> dict[str, bytes]:
     if file is None:
         return {}
     return {f"the file of {path.partition(':')[0]}": digest_files([Path(file)], Path(file).parent)}
-
-
-def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, bytes]:
-    """The same of a run on fixed data."""
-    rows = {"data.train": inputs.train, "data.heldout": inputs.heldout}
-    models = {name: Path(role.model) for name, role in config.roles().items()}
-    return {
-        "the config": digest_bytes(config.to_yaml().encode()),
-        **code_digests(),
-        f"the tokenizer of {config.trained_name}.model": tokenizer_digest(Path(config.trained.model)),
-        **{name: examples.digest for name, examples in rows.items() if examples is not None},
-        **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
-        **weights_digests(config),
-    }
 
 
 def weights_digests(config: AnyConfig) -> dict[str, bytes]:
@@ -77,7 +64,7 @@ def weights_digests(config: AnyConfig) -> dict[str, bytes]:
     return found
 
 
-def function_digests(config: ExperimentConfig, functions: Sequence[FunctionSpec]) -> dict[str, bytes]:
+def function_digests(config: AnyConfig, functions: Sequence[FunctionSpec]) -> dict[str, bytes]:
     """Of the files that a user's functions stand in; not of what these import."""
     files = {spec.path.partition(":")[0]: spec.file for spec in functions}
     if isinstance(config.algorithm, Custom):

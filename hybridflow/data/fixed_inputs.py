@@ -1,6 +1,7 @@
 """Everything a run on fixed data reads besides weights: tokenizer, rows, held-out rows."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,11 @@ class FixedInputs:
     heldout: ExampleDataset | None
     tokenizers: list[str]  # what to know of the models' tokenizers
 
+    @property
+    def rows_by_key(self) -> Mapping[str, ExampleDataset]:
+        """All rows, by the config's key."""
+        return {"data.train": self.train} | ({} if self.heldout is None else {"data.heldout": self.heldout})
+
     def decode(self, token_ids: list[int]) -> str:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
@@ -35,8 +41,7 @@ class FixedInputs:
         """What was left out of each file."""
         return [
             line
-            for key, rows in (("data.train", self.train), ("data.heldout", self.heldout))
-            if rows is not None
+            for key, rows in self.rows_by_key.items()
             for line in left_out_lines(key, rows.rows, "rows longer than data.max_length")
         ]
 
@@ -69,8 +74,8 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
         tokenizers=tokenizer_notes(config, tokenizer),
     )
     if isinstance(config.algorithm, KTO):
-        for key, rows in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
-            if rows is not None and len(rows) < 2:
+        for key, rows in inputs.rows_by_key.items():
+            if len(rows) < 2:
                 raise DataError(f"{key}: holds one row; kto compares each prompt with the completion of another")
     return inputs
 

@@ -43,7 +43,7 @@ class Inputs:
     environment: EnvironmentInputs | AgentInputs | None = None
 
     @property
-    def prompts_by_key(self) -> Mapping[str, PromptDataset]:
+    def rows_by_key(self) -> Mapping[str, PromptDataset]:
         """All prompts, by the config's key."""
         return {"data.train": self.train, **{heldout_key(name): each for name, each in self.heldout.items()}}
 
@@ -61,7 +61,7 @@ class Inputs:
         """What the user should know before it all starts: a line each."""
         lines = [
             line
-            for key, prompts in self.prompts_by_key.items()
+            for key, prompts in self.rows_by_key.items()
             for line in left_out_lines(key, prompts.rows, "prompts longer than data.max_prompt_length")
         ]
         return [*lines, *([] if self.ending is None else [self.ending])]

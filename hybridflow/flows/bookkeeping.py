@@ -207,10 +207,6 @@ class OnlineBookkeeping(Bookkeeping):
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
         run.state = replace(run.state, num_prompts_drawn=drawn.position)
 
-    def prompts_at(self, rows: Sequence[int]) -> PromptBatch:
-        """By their numbers in the data set."""
-        return self._source.at(rows)
-
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
         needed = self._source.begin(iteration, num_iterations)
         if self.roles.actor is not None and self.roles.actor.records is not None:

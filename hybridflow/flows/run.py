@@ -27,7 +27,7 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.losses import PolicyLoss, Update
 from hybridflow.errors import ConfigError, FlowError
-from hybridflow.flows.bookkeeping import Bookkeeping, OnlineBookkeeping
+from hybridflow.flows.bookkeeping import Bookkeeping
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.generation import SAMPLED, Source
@@ -142,10 +142,10 @@ class Run(IterationData):
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
         """Replace the iteration's prompts (by their numbers in the data set), rollout and parts of scores."""
-        if not isinstance(self._book, OnlineBookkeeping):
+        if self._source is None:
             raise FlowError("the flow calls run.take: a run on the rows of files chooses no prompts")
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
-        self.prompts = self._book.prompts_at(prompt_rows)
+        self.prompts = self._source.at(prompt_rows)
         self._book.send_routes(rollout, self.iteration)
 
     def scores(self, rollout: RolloutBatch) -> Scores:

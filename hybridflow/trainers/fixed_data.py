@@ -11,7 +11,7 @@ from typing import Self
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
-from hybridflow.data.digests import fixed_digests
+from hybridflow.data.digests import run_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
 from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError
@@ -76,7 +76,7 @@ class FixedDataTrainer(Trainer):
         config, platform = self.config, self.platform
         self.inputs: FixedInputs = load_fixed_inputs(config, self.placed.trained.spec.vocab_size)
         self.num_iterations = config.iterations(len(self.inputs.train))
-        digests = fixed_digests(config, self.inputs)
+        digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         exchange = Exchange(platforms.world_group(), platform.device)
         watch, groups = Stopwatch.for_platform(platform), ProcessGroups()
