@@ -135,7 +135,7 @@ class CostTables:
 
     def beside(self, level: CostTable, chosen: Chosen) -> CostTable:
         """The level of a role that comes after these."""
-        if level.name == "reference" and self._options.config.resets_reference:
+        if level.name == "reference" and self._options.config.algorithm.kl.resets:
             level = self._like_actor(level, chosen)
         return level if level.name in ("actor", ENGINE) else self._while_waiting(level, chosen)
 

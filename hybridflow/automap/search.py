@@ -178,7 +178,7 @@ class _Search:
         apart = ENGINE if request.config.generates_beside else None
         names = tuple(everything(request.config))
         found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host, apart=apart)
-        if request.config.resets_reference:  # the reference lies as the actor does
+        if request.config.algorithm.kl.resets:  # the reference lies as the actor does
             return [each for each in found if each["reference"] == each["actor"]]
         return found
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.timing import HAND_OVER, Prediction, Work, predict, work_of
-from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import shown
@@ -111,8 +110,8 @@ def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
     """The same with so many rows of data an iteration, in as many mini-batches."""
     data = config.data.model_copy(update={config.rows_key.removeprefix("data."): rows})
     copy = config.model_copy(update={"data": data})
-    update = config.algorithm.update if isinstance(config, ExperimentConfig) else None
-    if update is None or update.mini_batch_size is None:
+    update = config.algorithm.update
+    if update.mini_batch_size is None:
         return copy
     size = copy.batch_size * config.mini_batch_size // config.batch_size
     algorithm = config.algorithm.model_copy(update={"update": update.model_copy(update={"mini_batch_size": size})})

@@ -202,7 +202,7 @@ def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Dev
 def scored_rows(name: str, config: AnyConfig, work: Work) -> MeanRows:
     """Of an iteration, by the model's config key. The actor's without those whose log-probs come with an update."""
     rows = MeanRows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
-    if name != "actor" or not isinstance(config, ExperimentConfig):
+    if name != "actor":
         return rows
     number = work.sequences - min(rows_told(config), work.sequences)
     if config.algorithm.update.whole_prompts:
@@ -212,9 +212,8 @@ def scored_rows(name: str, config: AnyConfig, work: Work) -> MeanRows:
 
 def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[MeanRows, int]:
     """(rows of an optimizer step, steps of an iteration)."""
-    if isinstance(config, FixedDataConfig):
-        return scored_rows(name, config, work), 1
-    rows = MeanRows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
+    together, whole = _together(config, work), name.startswith("reward")
+    rows = MeanRows(_mini_batch(config, work), work.prompt, work.mean, together, whole)
     return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
 
@@ -351,13 +350,13 @@ def save_cost(run: PlacedModels, device: Device, ranks_per_host: int) -> Cost:
     return device.to_disk(max(of_hosts.values()))
 
 
-def _mini_batch(config: ExperimentConfig, work: Work) -> int:
+def _mini_batch(config: AnyConfig, work: Work) -> int:
     """Sequences of a step: the config's part of the batch."""
     share = config.mini_batch_size / config.batch_size
     return max(1, round(work.sequences * share))
 
 
-def _together(config: ExperimentConfig, work: Work) -> int:
+def _together(config: AnyConfig, work: Work) -> int:
     """Rows of a prompt in one mini-batch: rows are shuffled, so that hardly any meet, unless prompts stay whole."""
     update = config.algorithm.update
     return work.samples if update.whole_prompts or _mini_batch(config, work) == work.sequences else 1

@@ -28,7 +28,7 @@ from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, step_name
 from hybridflow.checkpoint.writer import CheckpointWriter
-from hybridflow.config import ExperimentConfig, RunConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import RecordError, SaveError, Stopped
 from hybridflow.parallel.agreement import failures, met_by_all
 from hybridflow.parallel.peer_processes import parent_process
@@ -55,7 +55,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: AnyConfig,
         digests: Mapping[str, bytes],
         roles: Sequence[SavedRole],
         *,
@@ -305,7 +305,7 @@ class CheckpointManager:
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
         self.notes += [line for compared in found for line in compared.lines()]
         self.notes += not_compared(saved.digests, self.digests)
-        if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
+        if config.algorithm.kl.controller == "fixed":
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
 

@@ -317,11 +317,6 @@ class ExperimentConfig(RunConfig):
         return self.rollout.is_one_step_off
 
     @property
-    def resets_reference(self) -> bool:
-        """Whether the reference becomes the actor now and then."""
-        return self.algorithm.kl.reset_reference_interval is not None
-
-    @property
     def rollout_expert_parallel(self) -> bool:
         given = self.rollout.enable_expert_parallel
         return self.actor.expert_parallel_size > 1 if given is None else given

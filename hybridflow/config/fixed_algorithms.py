@@ -4,16 +4,24 @@ Each class describes the algorithm, a row, and the departures from the paper. `h
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from hybridflow.config.losses import KL, Update
 from hybridflow.config.section import Section
 
 Kind = Literal["sft", "pairs", "labelled"]  # of a row: a completion; a chosen and a rejected one; one with a label
 
 
-class SFT(Section):
+class OneStep(Section):
+    """One step with all rows of an iteration. No KL is measured beside what the loss has."""
+
+    kl: ClassVar[KL] = KL(use="none", coef=0.0)
+    update: ClassVar[Update] = Update()
+
+
+class SFT(OneStep):
     """Supervised fine-tuning: the mean of -log pi over all trained tokens of the batch."""
 
     name: Literal["sft"] = "sft"
@@ -27,7 +35,7 @@ class SFT(Section):
         return frozenset({"actor"})
 
 
-class RewardModeling(Section):
+class RewardModeling(OneStep):
     """A reward model of pairs: -log sigma(r(chosen) - r(rejected) - margin). Bradley and Terry 1952; arXiv 2203.02155.
 
     The score is read at the last token. The margin is the row's (Llama 2, arXiv 2307.09288). Without one it is 0.
@@ -44,7 +52,7 @@ class RewardModeling(Section):
         return frozenset({"reward_model"})
 
 
-class DPO(Section):
+class DPO(OneStep):
     """Direct preference optimisation. Rafailov et al. 2023, arXiv 2305.18290.
 
     h is the chosen completion's log-ratio to the reference, less the rejected one's. A log-ratio is a sum over tokens.
@@ -76,7 +84,7 @@ class DPO(Section):
         return frozenset({"actor", "reference"})
 
 
-class KTO(Section):
+class KTO(OneStep):
     """Kahneman-Tversky optimisation of completions that are good or bad, not in pairs. arXiv 2402.01306.
 
     The loss compares log-ratios with a reference point: the mean log-ratio of mismatched pairs, at least 0. Such a pair

@@ -43,7 +43,6 @@ class FixedDataConfig(RunConfig):
 
     generates: ClassVar[bool] = False
     generates_beside: ClassVar[bool] = False
-    resets_reference: ClassVar[bool] = False
     length_keys: ClassVar[str] = "data.max_length"
     rows_key: ClassVar[str] = "data.batch_size"
 

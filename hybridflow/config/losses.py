@@ -47,6 +47,11 @@ class KL(Section):
             )
         return self
 
+    @property
+    def resets(self) -> bool:
+        """Whether the reference becomes the actor now and then."""
+        return self.reset_reference_interval is not None
+
     def needs(self) -> frozenset[str]:
         return frozenset() if self.use == "none" else frozenset({"reference"})
 

@@ -56,7 +56,7 @@ def weights_digests(config: AnyConfig) -> dict[str, bytes]:
     found, by_path = {}, cache(weights_digest)
     for name, role in config.roles().items():
         lora = role.lora if isinstance(role, TrainedRoleConfig) else None
-        saved = isinstance(role, TrainedRoleConfig) or (config.resets_reference and name == "reference")
+        saved = isinstance(role, TrainedRoleConfig) or (config.algorithm.kl.resets and name == "reference")
         if lora is not None or not saved:
             found[f"{WEIGHTS_OF}{name}.model"] = by_path(role.model)
         if lora is not None and lora.adapter_path is not None:

@@ -50,8 +50,7 @@ class Roles:
 
     def saved(self, kl: KL) -> tuple[SavedRole, ...]:
         """What a checkpoint holds: all that changes; a reference only where it is reset."""
-        resets = self.reference is not None and kl.reset_reference_interval is not None
-        return (*self.trained(), self.reference) if resets and self.reference is not None else self.trained()
+        return (*self.trained(), self.reference) if kl.resets and self.reference is not None else self.trained()
 
 
 @contextlib.contextmanager

@@ -53,8 +53,7 @@ class Run(IterationData):
     """Gives a flow the models, prompts, rollouts and state. `iteration` counts from 1; a flow may add to `metrics`."""
 
     def __init__(self, config: AnyConfig, book: Bookkeeping, source: Source | None = None) -> None:
-        kl_coef = config.algorithm.kl.coef if isinstance(config, ExperimentConfig) else 0.0
-        super().__init__(RunState(kl_coef=kl_coef))
+        super().__init__(RunState(kl_coef=config.algorithm.kl.coef))
         self._config, self._book, self._source = config, book, source
 
     # ---- models

@@ -133,7 +133,7 @@ class Participant:
         return version_findings(found, host, cuda=cuda)
 
     def _see_attention(self, host: str, *, cuda: bool) -> list[Finding]:
-        dtype = _trained_dtype(self.config)
+        dtype = "bfloat16" if self.config is None else self.config.trained.dtype
         available, in_use = is_flash_attn_available(), attention_in_use(dtype)
         self._facts["attention"] = in_use
         self._facts["is_flash_attn_available"] = available
@@ -247,10 +247,6 @@ def _choose_device(config: AnyConfig | None) -> str | None:
     finally:
         quiet_libraries()
     return None
-
-
-def _trained_dtype(config: AnyConfig | None) -> str:
-    return "bfloat16" if config is None else config.trained.dtype
 
 
 def _config_finding(error: str, host: str) -> Finding:

@@ -166,7 +166,7 @@ def place(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> Pl
         reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
-    if config.resets_reference and {"actor", "reference"} <= specs.keys():
+    if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():
         reasons.collect(_check_alike, specs["actor"], specs["reference"])
     if isinstance(config, ExperimentConfig) and "actor" in specs:
         engine = _engine(config, specs["actor"], train, world_size, reasons, cuda=has_cuda)

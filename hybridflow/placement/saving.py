@@ -246,7 +246,7 @@ def checkpoint_report(run: PlacedModels) -> dict[str, Any]:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
     for name, model in run.models.items():
-        if isinstance(model.config, TrainedRoleConfig) or (run.config.resets_reference and name == "reference"):
+        if isinstance(model.config, TrainedRoleConfig) or (run.config.algorithm.kl.resets and name == "reference"):
             bucket_bytes = run.config.bucket_bytes(cuda=True) if name == "actor" else None
             for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
                 written[rank] += size

@@ -106,7 +106,7 @@ def build_roles(
     if "reference" in models:
         reference = Reference(models["reference"], temperature=temperature, world=world)
     elif config.reference_is_base:
-        keeps = config.resets_reference or placed.begins_with_adapters
+        keeps = config.algorithm.kl.resets or placed.begins_with_adapters
         reference = ActorAsReference(actor, world=world, keeps=keeps)
     scorer = None
     if config.reward is not None:

@@ -57,7 +57,7 @@ def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watch
 
 
 def checkpoint_manager_of(
-    config: RunConfig,
+    config: AnyConfig,
     digests: Mapping[str, bytes],
     roles: Sequence[SavedRole],
     *,
