@@ -27,7 +27,7 @@ from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.options import Free, Options, everything
 from hybridflow.automap.placements import Placement, placements
-from hybridflow.automap.timing import Prediction, Work, predict, work_of_config
+from hybridflow.automap.timing import Prediction, Work, predict, work_of
 from hybridflow.config.auto import ENGINE
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
@@ -52,7 +52,7 @@ class SearchRequest:
     world_size: int
     profile: DeviceProfile
     memory_bytes: int
-    work: Work | None = None  # None: `work_of_config`
+    work: Work | None = None  # None: `work_of`
     refused: str = ""  # why the config as it was given cannot be: `config` then has neutral values for what is chosen
     free: Free | None = None  # the keys that are chosen; None: all
     placement: Placement | None = None  # None: every one
@@ -62,7 +62,7 @@ class SearchRequest:
 
     @property
     def iteration(self) -> Work:
-        return self.work or work_of_config(self.config, self.profile)
+        return self.work or work_of(self.config, self.profile)
 
     @property
     def hosts(self) -> list[HostRanks]:

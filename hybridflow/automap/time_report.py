@@ -19,7 +19,7 @@ MOST_ROWS = 1 << 20  # of a batch that is looked at
 
 def time_report(run: PlacedModels, profile: DeviceProfile, work: Work | None = None) -> Report:
     """Errors: ConfigError where the profile lacks a dtype of the run."""
-    work = work or work_of(run, profile)
+    work = work or work_of(run.config, profile)
     found = predict(run, profile, work)
     return {
         "profile": profile.name,

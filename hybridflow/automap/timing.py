@@ -74,12 +74,8 @@ class Prediction:
         return {phase: max(ranks.values()) for phase, ranks in sums.items()}
 
 
-def work_of(run: PlacedModels, profile: DeviceProfile) -> Work:
+def work_of(config: AnyConfig, profile: DeviceProfile) -> Work:
     """Of prompts that are as long as they may be, and of responses with the expected mean."""
-    return work_of_config(run.config, profile)
-
-
-def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
     hosts = profile.ranks_per_host
     if isinstance(config, FixedDataConfig):
         data = config.data
@@ -92,7 +88,7 @@ def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
 
 def predict(run: PlacedModels, profile: DeviceProfile, work: Work | None = None) -> Prediction:
     """One iteration. work: None: `work_of` the config. Errors: ConfigError where the profile lacks a dtype."""
-    work, device = work or work_of(run, profile), Device(profile)
+    work, device = work or work_of(run.config, profile), Device(profile)
     found = _generated(run, work, device) if isinstance(run, PlacedRun) else _fixed(run, work, device)
     spans = schedule(
         tuple(found),

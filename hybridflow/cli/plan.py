@@ -130,7 +130,7 @@ def _search(options: argparse.Namespace) -> None:
     config, refused = _searchable(tree, options.config)
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
-    from hybridflow.automap.timing import work_of_config
+    from hybridflow.automap.timing import work_of
     from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
@@ -139,7 +139,7 @@ def _search(options: argparse.Namespace) -> None:
     config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
     profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
-    work = work_with(work_of_config(config, profile), options.prompt_tokens, options.response_tokens)
+    work = work_with(work_of(config, profile), options.prompt_tokens, options.response_tokens)
     print_search(
         config,
         replace(facts, profile=profile),
@@ -304,5 +304,5 @@ def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: in
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
     profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
-    work = work_with(work_of(placed, profile), options.prompt_tokens, options.response_tokens)
+    work = work_with(work_of(placed.config, profile), options.prompt_tokens, options.response_tokens)
     return time_report(placed, profile, work)

@@ -15,7 +15,7 @@ from hybridflow.automap.mean_rows import Pass
 from hybridflow.automap.options import Options, everything
 from hybridflow.automap.role_time import Model
 from hybridflow.automap.sizes import TOKENS_OF_A_PART, context_sizes
-from hybridflow.automap.timing import work_of_config
+from hybridflow.automap.timing import work_of
 from hybridflow.config.fixed_data import load_config
 from hybridflow.config.roles import LayoutConfig
 from tests.automap.round_profile import device, small_spec
@@ -118,7 +118,7 @@ def options(**changes: Any) -> Options:
     config = load_config(CONFIG_FILE, [f"actor.{key}={value}" for key, value in changes.items()])
     spec = replace(read_spec(config.actor.model), max_positions=1 << 20)
     free = {"actor": everything(config)["actor"], "engine": frozenset[str]()}
-    work = work_of_config(config, device().profile)
+    work = work_of(config, device().profile)
     return Options(config, {"actor": spec}, device().profile, work=work, free=free, cuda=True)
 
 

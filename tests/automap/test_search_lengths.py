@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.automap.timing import work_of_config
+from hybridflow.automap.timing import work_of
 from hybridflow.cli.plan import main
 from hybridflow.cli.plan_search import FIRST_SHARE
 from hybridflow.config import ExperimentConfig
@@ -48,9 +48,9 @@ def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict
 
 
 def test_the_work_has_the_mean_and_the_longest() -> None:
-    work = work_of_config(config_of("sampling.expected_response_length=10"), profile())
+    work = work_of(config_of("sampling.expected_response_length=10"), profile())
     assert (work.mean, work.longest, work.tokens) == (10, 40, 16 * (6 + 10))
-    assert work_of_config(config_of(), profile()).mean == 40
+    assert work_of(config_of(), profile()).mean == 40
 
 
 def test_a_mean_above_the_longest_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_ranks_are_idle_in_the_bubbles_of_a_pipeline() -> None:
     run = run_of(2, *PP2, *ALONE, "sampling.samples_per_prompt=2", "algorithm={name: grpo, kl: {use: none}}")
     found = predict(run, profile())
     update = next(span for span in found.spans if span.phase == "actor_update")
-    cost = training_cost(run.actor, run.config, work_of(run, profile()), Device(profile()))
+    cost = training_cost(run.actor, run.config, work_of(run.config, profile()), Device(profile()))
     assert update.ranks == (0, 1) and update.waits == pytest.approx([wait / cost.seconds for wait in cost.waits])
     assert min(update.waits) > 0  # the head makes the last stage the longer one: the first waits for it
     assert update.waits[0] > update.waits[1]
@@ -140,7 +140,7 @@ def test_log_probs_that_come_with_the_first_step_take_no_time(whole_prompts: boo
     update = f"update: {{mini_batch_size: 4, whole_prompts: {str(whole_prompts).lower()}}}"
     groups = ("critic=null", "reference=null", "sampling.samples_per_prompt=2")
     run = run_of(1, *groups, f"algorithm={{name: grpo, kl: {{use: none}}, {update}}}")
-    work = work_of(run, profile())
+    work = work_of(run.config, profile())
     rows = scored_rows("actor", run.config, work)
     assert (work.sequences, rows.number, rows.samples) == (16, 12, 2)
     assert scored_rows("reward.models.0", run.config, work).number == 16
@@ -249,7 +249,7 @@ def test_a_better_device_is_never_slower(layout: str, shared: dict[str, float] |
 def test_more_work_takes_longer(layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     run = placed(world_size, *overrides)
-    work = work_of(run, profile())
+    work = work_of(run.config, profile())
     before = predict(run, profile(), work).seconds
     for more in (replace(work, prompts=16), replace(work, prompt=9), replace(work, mean=5, longest=5)):
         assert predict(run, profile(), more).seconds > before
