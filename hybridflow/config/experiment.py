@@ -32,8 +32,8 @@ class ExperimentConfig(RunConfig):
     """A run that learns from responses of the engine."""
 
     generates: ClassVar[bool] = True
-    length_keys: ClassVar[str] = "data.max_prompt_length + sampling.max_response_length"
-    rows_key: ClassVar[str] = "data.prompts_per_iteration"
+    length_keys: ClassVar[str] = "data.max_prompt_length + sampling.max_response_length"  # of the longest sequence
+    rows_key: ClassVar[str] = "data.prompts_per_iteration"  # of data, an iteration
 
     num_iterations: PositiveInt
     """Iterations of the run. One iteration generates a batch of responses and trains on it."""
@@ -168,15 +168,9 @@ class ExperimentConfig(RunConfig):
         check_best_metric(metric, AREAS - lacking, eval_interval=self.metrics.eval_interval, kind=kind)
 
     def _check_roles(self) -> None:
-        """The sections that the algorithm needs are there, and no others."""
-        needed, kl = self.algorithm.needs(), f"algorithm.kl.use = {self.algorithm.kl.use}"
-        for name in ("critic", "reference", "reward"):
-            given = getattr(self, name) is not None
-            why = f"{self.algorithm.name} with {kl}" if name == "reference" else f"algorithm {self.algorithm.name}"
-            if name in needed and not given and not (name == "reference" and self.reference_is_base):
-                raise ValueError(f"{name}: is required by {why}: add the section {name}")
-            if given and name not in needed:
-                raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
+        name, why = self.algorithm.name, f"algorithm {self.algorithm.name}"
+        with_kl = f"{name} with algorithm.kl.use = {self.algorithm.kl.use}"
+        self.check_sections(self.algorithm.needs(), {"critic": why, "reference": with_kl, "reward": why})
 
     @property
     def reference_is_base(self) -> bool:

@@ -93,15 +93,7 @@ class FixedDataConfig(RunConfig):
         return self
 
     def _check_roles(self) -> None:
-        """The models that the algorithm needs are there, and no others."""
-        for name in ROLES:
-            given, needed = getattr(self, name) is not None, name in self.algorithm.needs()
-            if needed and not given and not (name == "reference" and self.reference_is_base):
-                raise ValueError(f"{name}: is required by algorithm {self.algorithm.name}: add the section {name}")
-            if given and not needed:
-                raise ValueError(
-                    f"{name}: algorithm {self.algorithm.name} has none: remove the section {name}, or set {name}=null"
-                )
+        self.check_sections(self.algorithm.needs(), dict.fromkeys(ROLES, f"algorithm {self.algorithm.name}"))
         for key in ("offload_optimizer", "offload_gradients"):
             if getattr(self.trained, key):
                 raise ValueError(

@@ -1,6 +1,7 @@
 """What every config has, whatever the run learns from."""
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -336,6 +337,15 @@ class RunConfig(Section):
     def vendor_lines(self) -> list[str]:
         """What the run hands on to megatron-core, and to vLLM where there is an engine; a line a key."""
         return vendor_lines({f"{name}.megatron_arguments": x.megatron_arguments for name, x in self.roles().items()})
+
+    def check_sections(self, needed: Collection[str], askers: Mapping[str, str]) -> None:
+        """Errors: ValueError unless needed sections are there, and no others. askers: by section, what may need it."""
+        for name, asker in askers.items():
+            given = getattr(self, name) is not None
+            if name in needed and not given and not (name == "reference" and self.reference_is_base):
+                raise ValueError(f"{name}: is required by {asker}: add the section {name}")
+            if given and name not in needed:
+                raise ValueError(f"{name}: {asker} has none: remove the section {name}, or set {name}=null")
 
     def check_budgets(self, longest: int, keys: str) -> None:
         """Errors: ValueError for micro-batches below the longest sequence. keys: those that make it so long."""
