@@ -1,7 +1,7 @@
-"""The former path of `hybridflow.config.fixed_data`, for code that was written for it."""
+"""Former paths of configs on fixed data, for code that was written for these."""
 
-import sys
-
-from hybridflow.config import fixed_data
-
-sys.modules[__name__] = fixed_data
+from hybridflow.config.fixed_data import FixedDataConfig as FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataSection as FixedDataSection
+from hybridflow.config.kinds import AnyConfig as AnyConfig
+from hybridflow.config.kinds import config_class as config_class
+from hybridflow.config.kinds import load_config as load_config

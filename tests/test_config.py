@@ -10,7 +10,7 @@ import yaml
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import ALGORITHMS
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.config.world_size import world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.parallel.layout import Layout

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from hybridflow.cli.config import main
-from hybridflow.config.fixed_data import load_config
 from hybridflow.config.json_schema import config_schema
+from hybridflow.config.kinds import load_config
 from hybridflow.config.starters import starters
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place

@@ -11,9 +11,10 @@ from jsonschema import Draft202012Validator
 
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos
-from hybridflow.config.fixed_data import FixedDataConfig, config_class, load_config
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.json_schema import config_schema, schema_text
 from hybridflow.config.keys import keys_of
+from hybridflow.config.kinds import config_class, load_config
 from hybridflow.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,8 +23,8 @@ from docs.hooks import with_links
 from hybridflow.architecture.families import FAMILIES
 from hybridflow.cli.main import COMMANDS
 from hybridflow.config.files import read_tree
-from hybridflow.config.fixed_data import config_class
 from hybridflow.config.key_list import entries
+from hybridflow.config.kinds import config_class
 from hybridflow.config.shipped import shipped_configs
 from hybridflow.errors import ConfigError
 from tests.pages import (

@@ -8,7 +8,8 @@ import yaml
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_algorithms import DPO
-from hybridflow.config.fixed_data import FixedDataConfig, load_config
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from tests.messages import like
 

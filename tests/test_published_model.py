@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.cli.chat import main as chat
 from hybridflow.cli.convert import main as convert
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.examples.sums.make_sums import PACKAGE, main

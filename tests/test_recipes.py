@@ -8,7 +8,7 @@ import pytest
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.cli.plan import main
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.data.chat import render_chats
 from hybridflow.data.templates import ChatTemplate
 from tests.data.test_prompts import word_tokenizer

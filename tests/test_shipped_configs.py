@@ -10,7 +10,7 @@ import pytest
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.cli.plan import main
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.examples.tiny.models import Settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ import pytest
 from hybridflow.cli import train
 from hybridflow.cli.command import as_typed
 from hybridflow.config.files import read_tree
-from hybridflow.config.fixed_data import config_class
+from hybridflow.config.kinds import config_class
 from hybridflow.config.shipped import shipped_configs
 
 ROOT = Path(__file__).resolve().parents[1]

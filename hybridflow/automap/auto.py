@@ -21,7 +21,7 @@ from hybridflow.automap.placements import given_placement
 from hybridflow.automap.search import Found, Least, SearchRequest, gib, least_that_fits, search
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
-from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.ranks import counted

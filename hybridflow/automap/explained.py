@@ -5,7 +5,7 @@ from typing import Any
 from hybridflow.automap.search import SearchedPlan
 from hybridflow.automap.timing import SCORING_PHASES
 from hybridflow.config.auto import sections
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.placement.forecast import Fullest
 
 GENERATION = ("reshard", "generate")

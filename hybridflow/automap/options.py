@@ -45,7 +45,7 @@ from hybridflow.automap.timing import (
 )
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.context_parallel import shares_tokens
 from hybridflow.placement.footprint import Footprint

@@ -29,7 +29,7 @@ from hybridflow.automap.options import Free, Options, everything
 from hybridflow.automap.placements import Placement, placements
 from hybridflow.automap.timing import Prediction, Work, predict, work_of
 from hybridflow.config.auto import ENGINE
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.ranks import shown

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.timing import HAND_OVER, Prediction, Work, predict, work_of
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.cache_room import with_room

@@ -20,7 +20,8 @@ from hybridflow.automap.mean_rows import MeanRows
 from hybridflow.automap.role_time import forward_cost, update_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.kv_cache import KVCacheSize

@@ -34,8 +34,8 @@ from hybridflow.checkpoint.change_rules import (
 from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import ALGORITHMS, PPO
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
-from hybridflow.config.fixed_data import config_class
 from hybridflow.config.keys import is_named, sections_in
+from hybridflow.config.kinds import config_class
 from hybridflow.config.losses import Importance, with_importance
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.section import Section

@@ -28,7 +28,7 @@ from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, step_name
 from hybridflow.checkpoint.writer import CheckpointWriter
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import RecordError, SaveError, Stopped
 from hybridflow.parallel.agreement import failures, met_by_all
 from hybridflow.parallel.peer_processes import parent_process

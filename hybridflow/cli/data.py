@@ -19,8 +19,8 @@ from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree, read_value
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import parse_prompts
-from hybridflow.config.fixed_data import config_class
 from hybridflow.config.hub import fetch_models, use_variables
+from hybridflow.config.kinds import config_class
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import cached_directory
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.errors import ConfigError, Reasons
 
 ROLES = ("actor", "critic", "reference", "reward_model")

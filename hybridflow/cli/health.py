@@ -20,7 +20,7 @@ from rich.console import Console
 
 from hybridflow import __version__
 from hybridflow.cli.command import argument_parser, print_error
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.parallel.process_exit import leave, still_busy
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from hybridflow.cli.refusals import check_here
 from hybridflow.config.auto import autos
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.config.world_size import TRIED, world_size_to_try
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import num_devices

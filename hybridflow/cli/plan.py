@@ -35,8 +35,8 @@ from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
-from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.config.staleness import partial_notes
 from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError

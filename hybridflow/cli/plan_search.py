@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hybridflow.cli.command import as_typed
 from hybridflow.cli.plan_verdict import on_devices_of
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import counted
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers

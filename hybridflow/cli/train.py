@@ -55,8 +55,9 @@ from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.piped_config import check_one_reader, file_for_ranks
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.hub import fetch_models
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.launcher.main import main as launch
 from hybridflow.parallel.process_exit import leave

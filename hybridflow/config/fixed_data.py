@@ -1,20 +1,18 @@
 """The config of a run on fixed data: supervised fine-tuning, reward models, DPO, KTO. Nothing is generated.
 
-    config = load_config("configs/quickstart_sft.yaml", ["num_epochs=2"])     # of either kind, by algorithm.name
+    config = FixedDataConfig.from_yaml("configs/quickstart_sft.yaml", ["num_epochs=2"])
 
 Sections that such a run has no use for (sampling, rollout, reward, a critic) are refused, with what to remove.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, RunConfig, TrainedRoleConfig, read_tree
+from hybridflow.config import RoleConfig, RolloutConfig, RunConfig, TrainedRoleConfig
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import FilesConfig
-from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgorithm
+from hybridflow.config.fixed_algorithms import KTO, FixedAlgorithm
 from hybridflow.config.ranks import check_placement
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
@@ -174,19 +172,3 @@ class FixedDataConfig(RunConfig):
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
             reasons.collect(check_placement, placed, world_size)
         return layouts
-
-
-AnyConfig = ExperimentConfig | FixedDataConfig
-
-
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> AnyConfig:
-    """The config of a file. algorithm.name chooses the kind of config. Errors: ConfigError."""
-    tree = read_tree(path, overrides)
-    return config_class(tree).from_tree(tree, path)
-
-
-def config_class(tree: Mapping[str, Any]) -> type[ExperimentConfig] | type[FixedDataConfig]:
-    """By the name of the algorithm alone."""
-    algorithm = tree.get("algorithm")
-    fixed = isinstance(algorithm, Mapping) and algorithm.get("name") in FIXED_ALGORITHMS
-    return FixedDataConfig if fixed else ExperimentConfig

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from hybridflow.config.auto import AUTO, ENGINE, autos, with_neutral
 from hybridflow.config.files import as_flow, read_tree, set_key
-from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.config.section import Section
 
 DEFAULT, ABSENT = " (default)", "absent"

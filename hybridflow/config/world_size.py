@@ -3,7 +3,7 @@
 import math
 
 from hybridflow.config import ExperimentConfig, RoleConfig
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError
 
 TRIED = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # numbers of ranks, for a config with `auto` of which no number is given

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.config.algorithms import Custom
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs

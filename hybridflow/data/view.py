@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts

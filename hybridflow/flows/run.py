@@ -23,7 +23,8 @@ from hybridflow.algorithms.advantages import sequence_sums
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.losses import PolicyLoss, Update
 from hybridflow.errors import ConfigError, FlowError

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow import __version__
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.groups import group_finding, memory_finding, rounds_of

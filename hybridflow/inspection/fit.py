@@ -6,7 +6,7 @@ Of memory it asks for what `placement.forecast` counts; what libraries take besi
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import UserError
 from hybridflow.inspection.findings import Finding, Host, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY

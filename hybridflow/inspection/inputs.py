@@ -15,7 +15,8 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataFiles
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.digests import class_digests, function_digests
 from hybridflow.data.environment import check_environment
 from hybridflow.data.fields import rename_fields

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos
-from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding

@@ -8,7 +8,7 @@ fixed data have none.
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import PPO, Algorithm, Custom, Distill
 from hybridflow.config.fixed_algorithms import FixedAlgorithm, OneStep
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 
 
 def first_step_tells(algorithm: Algorithm | FixedAlgorithm, iteration: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters, num_trained
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.parallel.layout import Cut, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.parallel.ranks import counted, shown

@@ -22,7 +22,7 @@ from hybridflow.config import (
     RunConfig,
     TrainedRoleConfig,
 )
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.models.routing import RoutingSizes

@@ -12,7 +12,7 @@ from math import floor
 from typing import Any
 
 from hybridflow.config import TrainedRoleConfig
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import UserError
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest

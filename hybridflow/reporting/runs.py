@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import read_tree
-from hybridflow.config.fixed_data import config_class
+from hybridflow.config.kinds import config_class
 from hybridflow.errors import ConfigError, RunDirError
 from hybridflow.parallel.peer_processes import is_running
 from hybridflow.parallel.watchdog import REPORT

@@ -18,7 +18,8 @@ from hybridflow.automap.auto import Facts, resolve
 from hybridflow.automap.device import DeviceProfile, load_profile
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
-from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.errors import ConfigError, DisagreementError, UserError
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.device import choose_platform, uses_cuda

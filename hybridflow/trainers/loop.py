@@ -18,7 +18,7 @@ from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import RunConfig, TrainedRoleConfig
 from hybridflow.config.algorithms import PPO
-from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.bookkeeping import Bookkeeping
 from hybridflow.flows.finite import NonFinite

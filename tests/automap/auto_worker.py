@@ -12,7 +12,8 @@ import torch
 
 from hybridflow.automap.explained import chosen_values
 from hybridflow.config import TrainedRoleConfig, read_tree
-from hybridflow.config.fixed_data import FixedDataConfig, config_class
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import config_class
 from hybridflow.models import pipeline
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel import platform as platforms

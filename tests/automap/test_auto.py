@@ -16,7 +16,7 @@ from hybridflow.automap.search import SearchRequest, search
 from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import autos, with_neutral
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place

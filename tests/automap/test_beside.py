@@ -14,7 +14,7 @@ from hybridflow.automap.time_report import time_report
 from hybridflow.automap.timing import Prediction, predict
 from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.footprint import together
 from hybridflow.placement.forecast import RunMemory, fullest

@@ -16,7 +16,7 @@ from hybridflow.automap.options import Options, everything
 from hybridflow.automap.role_time import Model
 from hybridflow.automap.sizes import TOKENS_OF_A_PART, context_sizes
 from hybridflow.automap.timing import work_of
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.config.roles import LayoutConfig
 from tests.automap.round_profile import device, small_spec
 from tests.bench.long_context import SHAPES, config_of

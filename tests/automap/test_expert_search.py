@@ -15,7 +15,7 @@ from hybridflow.automap.sizes import expert_sizes
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place

@@ -16,7 +16,8 @@ from hybridflow.automap.search import SearchRequest, _Search, search
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.config.auto import autos, with_neutral
-from hybridflow.config.fixed_data import FixedDataConfig, load_config
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place

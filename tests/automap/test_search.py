@@ -23,7 +23,7 @@ from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.cli.plan_search import _looked, ranks_per_host
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.forecast import fullest

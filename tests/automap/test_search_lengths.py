@@ -12,7 +12,7 @@ from hybridflow.automap.timing import work_of
 from hybridflow.cli.plan import main
 from hybridflow.cli.plan_search import FIRST_SHARE
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.placed import place
 from tests.automap.round_profile import profile

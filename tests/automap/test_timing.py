@@ -22,7 +22,7 @@ from hybridflow.automap.timing import (
     training_cost,
     work_of,
 )
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.placement.placed import PlacedModels, PlacedRun, place
 from hybridflow.reshard.plan import plan_reshard
 from tests.automap.round_profile import overheads, profile

@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridflow.config.fixed_data import FixedDataConfig, load_config
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.kinds import load_config
 from hybridflow.config.world_size import smallest_world_size
 from tests.distributed.test_determinism import metrics
 from tests.launch import of_no_rank

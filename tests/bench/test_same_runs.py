@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.config.world_size import smallest_world_size
 from tests.bench.same_runs import HERE, MODELS, RunFailed, cases, contents, differences
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hybridflow.cli.plan import main
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.cache_room import (
     bytes_left,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.fixed_data import load_config
+from hybridflow.config.kinds import load_config
 from hybridflow.placement.margin import Margin, Margins, most_words, role_bytes
 from hybridflow.placement.placed import PlacedRun, place
 
