@@ -122,8 +122,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
-    """What a module's fixture writes goes with the fixture, unless a test failed meanwhile: else the gate's runs and
-    checkpoints need 20 GB of disk at its end. The empty directory stays: its name is nobody else's, for caches by path."""
+    """What a module's fixture writes goes with the fixture, unless a test failed meanwhile. Else the gate's runs and
+    checkpoints need 20 GB of disk at the end. The empty directory stays, so that no other one has the same path: there
+    are caches by path."""
     if fixturedef.scope != "module" or "tmp_path_factory" not in fixturedef.argnames:
         return (yield)
     base = request.getfixturevalue("tmp_path_factory").getbasetemp()
