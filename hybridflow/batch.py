@@ -267,7 +267,10 @@ class Tokens:
         per = marks(type(self._batch)).get(name)
         if per is not Per.TOKEN:
             raise AttributeError(f"{type(self._batch).__name__} has no per-token field {name}")
-        return self._given[name] if name in self._given else self.at_places(getattr(self._batch, name))
+        values = self._given[name] if name in self._given else getattr(self._batch, name)
+        if values is None:
+            raise AttributeError(f"{type(self._batch).__name__}.{name} is None: the batch has none")
+        return values if name in self._given else self.at_places(values)
 
     def with_given(self, **given: Tensor) -> "Tokens":
         """The same, with other values of these fields."""

@@ -200,11 +200,9 @@ class Replay:
 
     def _check_branches(self, file: Path, rollout: RolloutBatch) -> None:
         starts, first = rollout.branch_starts, offsets(rollout.lengths)
-        if starts is None:
-            return
-        if not self._several:
+        if starts is not None and not self._several:
             raise DataError(f"{file}: has rows of several sequences, which need data.environment.earlier_turns: branch")
-        if (starts & rollout.response_mask).any() or starts[first].any():
+        if starts is not None and ((starts & rollout.response_mask).any() or starts[first].any()):
             raise DataError(
                 f"{file}: {STARTS} marks a row's first token, or one that the policy chose; no further sequence of a "
                 f"row begins with one"

@@ -287,16 +287,15 @@ def replica_rows(
             for output in engine.step():
                 place, sample = map(int, output.request_id.split("."))
                 row = place, sample
-                found[row] = engine.response(output.outputs[0], requests[row].prompt, names[row])
+                more = engine.response(output.outputs[0], requests[row].prompt, names[row])
+                found[row] = replace(more, experts=_new_experts(more, requests[row]))
                 left[place] -= 1
                 if not left[place]:
                     whole.add(place)
         for name, part in engine.abort_all():
             place, sample = map(int, name.split("."))
-            found[place, sample] = part
+            found[place, sample] = replace(part, experts=_new_experts(part, requests[place, sample]))
     engine.wait_until_idle()
-    for row, more in found.items():
-        more.experts = _new_experts(more, requests[row])
     return found
 
 

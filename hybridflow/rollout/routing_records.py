@@ -1,6 +1,7 @@
 """Where the engine's experts of a rollout lie, for a trainer that replays them (`models.routing`).
 
-    add       numbers the records of a rollout's rows: local, and the pieces stay with the ranks that have recorded them
+    add       numbers the records of a rollout's rows, and sends them where the rollout is the batch; else the pieces
+              stay with the ranks that have recorded them
     send      from there, or from another replica, to the ranks of the actor's replica that computes the row in the
               mini-batches of the chosen batch
     of_rows   for the rows that this replica computes: local, since the rows of a replica are those that it keeps
@@ -46,7 +47,7 @@ class _Record:
 
 
 class RoutingRecords:
-    """Those of this rank. `send` and `portable` are collective; over which ranks, each says."""
+    """Those of this rank. `add`, `send`, `of_file` and `portable` are collective; over which ranks, each says."""
 
     def __init__(
         self,

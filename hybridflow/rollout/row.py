@@ -5,7 +5,7 @@
     tensors = gathered({0: row}, 2, exchange)           # rows of all replicas; a file of a checkpoint has the same
     rows = rows_of(tensors)
 
-A row of a partial rollout is one whose `state` is RUNNING. Where an environment answers, `rows.TurnRow` writes it.
+A row that goes on in a later iteration has the state RUNNING. Where an environment answers, `rows.TurnRow` writes it.
 """
 
 from array import array
@@ -138,7 +138,7 @@ def gathered(
 ) -> dict[str, Tensor]:
     """The tensors of all replicas' rows: collective. own: what this rank contributes; of a replica one rank does so.
 
-    num_rewards: parts that an environment gives a row; without any the policy chose all tokens. names: of tokens.
+    num_rewards: parts that an environment gives a row. names: of tokens; without flags the policy chose all.
     A row that nobody contributes has neither tokens nor calls.
     """
     where, rows = torch.tensor(list(own), dtype=torch.int64), list(own.values())

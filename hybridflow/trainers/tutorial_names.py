@@ -19,7 +19,7 @@ else that has is named in `config` by the key's path. The run leaves a config.ya
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,6 +28,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.other_trainers import hint
 from hybridflow.errors import ConfigError
+from hybridflow.flows.generation import Source
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.recorder import RunSummary
 from hybridflow.trainers.online import OnlineTrainer
@@ -121,6 +122,7 @@ class RLTrainer(OnlineTrainer):
         *,
         replay: Path | None = None,
         rollout_only: bool = False,
+        source: Callable[[OnlineTrainer], Source] | None = None,
     ) -> None: ...
 
     @overload
@@ -145,6 +147,7 @@ class RLTrainer(OnlineTrainer):
         *,
         replay: Path | None = None,
         rollout_only: bool = False,
+        source: Callable[[OnlineTrainer], Source] | None = None,
         **given: Any,
     ) -> None:
         self._asked: TrainerArguments | None = None
@@ -153,10 +156,10 @@ class RLTrainer(OnlineTrainer):
         if isinstance(config, ExperimentConfig):
             if given:
                 raise ConfigError(f"RLTrainer: a config names its models, leave out {', '.join(given)}")
-            super().__init__(config, watchdog, replay=replay, rollout_only=rollout_only)
+            super().__init__(config, watchdog, replay=replay, rollout_only=rollout_only, source=source)
             return
-        if watchdog is not None or replay is not None or rollout_only:
-            raise ConfigError("RLTrainer: watchdog, replay and rollout_only go with an ExperimentConfig")
+        if watchdog is not None or replay is not None or rollout_only or source is not None:
+            raise ConfigError("RLTrainer: watchdog, replay, rollout_only and source go with an ExperimentConfig")
         search_beside(sys.argv[0] or "-")  # functions by name: in the working directory, and beside the program
         self._asked = _asked(config, given)
         self.config = self._asked.experiment(self._asked.config.get("num_iterations", 1), None)

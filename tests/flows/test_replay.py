@@ -159,6 +159,12 @@ def test_sequences_that_make_no_sense_are_refused(tensors: dict[str, Tensor], me
         replay.rollout(prompts(), always(2), 3)
 
 
+def test_a_row_of_one_sequence_has_the_limit_also_where_the_file_tells_sequences(file: Path) -> None:
+    save_file(batch() | {"branch_starts": torch.zeros_like(STARTS)}, file)
+    with pytest.raises(DataError, match=r"lengths of sequences\[0\] is 4; this config has those from 1 to 3"):
+        Replay({3: file}, vocab_size=10, max_length=3, several=True).rollout(prompts(), always(2), 3)
+
+
 def changed(name: str, value: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
     tensors = batch()
     if value is None:
