@@ -211,7 +211,7 @@ def test_models_in_memory_get_directories_beside_the_run(models) -> None:
         ({"hybrid_engine": False}, "hybrid_engine: there is no other engine: vLLM generates in the trainer's"),
         ({"strategy": "fsdp"}, "RLTrainer: strategy: unknown argument; there is none here, megatron-core trains"),
         ({"ref_model": "x"}, "RLTrainer: ref_model: unknown argument; here it is actor.model and reference.model"),
-        ({"rollout_only": True}, "RLTrainer: watchdog, replay and rollout_only go with an ExperimentConfig"),
+        ({"rollout_only": True}, "RLTrainer: watchdog, replay, rollout_only and source go with an ExperimentConfig"),
         ({"actor_model": "nowhere"}, "actor_model: nowhere/config.json: no such file; a model is"),
         ({"critic_model": 3}, "critic_model: is of type int; a model is a HuggingFace directory or a"),
         ({"tokenizer": 3}, "tokenizer: is of type int; expected a tokenizer of transformers"),
