@@ -137,11 +137,10 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
                 made.mkdir(exist_ok=True)
 
     fixturedef.addfinalizer(remove)
-    written: set[Path] = set()
-    try:
-        return (yield)
-    finally:
-        written.update(set(base.iterdir()) - before)
+    written: set[Path] = set()  # nothing where the fixture itself fails
+    found = yield
+    written.update(set(base.iterdir()) - before)
+    return found
 
 
 @pytest.fixture(scope="module")
