@@ -44,7 +44,7 @@ def warmed(layout: Layout) -> list[list[Any]]:
         return mock.patch.object(dist, name, call)
 
     rollout = SimpleNamespace(replicas=[(rank,) for rank in RANKS], tp=1)
-    config = SimpleNamespace(rollout=SimpleNamespace(is_one_step_off=False))
+    config = SimpleNamespace(generates_beside=False)
     model = SimpleNamespace(layout=layout, config=None, spec=None)
     run: Any = SimpleNamespace(world_size=4, models={"reference": model}, rollout=rollout, config=config)
     with noting("all_reduce"), noting("isend"), noting("irecv"):
