@@ -235,6 +235,8 @@ class Model:
 class Engine:
     """All responses at once, as vLLM gives them."""
 
+    cache_use = SimpleNamespace(pop=lambda: (0.0, 0))
+
     def __init__(self, outputs: list[Any], stages: Stages) -> None:
         self._outputs, self._stages = outputs, stages
 
@@ -359,7 +361,8 @@ def stand_in_generator(config: Any, engine: Engine, *, layout: Any, platform: An
         def __init__(self) -> None:
             self._placed = SimpleNamespace(config=config, stages=())
             self._actor, self._platform, self._exchange = SimpleNamespace(records=None), platform, exchange
-            self.layout, self.turns, self.engine, self.costs, self.own_bytes = layout, None, engine, [], 0
+            self.layout, self.engine, self.costs, self.own_bytes = layout, engine, [], 0
+            self._environments = self._replica = self.turns = None  # turns: of checkouts before
             self.params: Any = {"sampled": [None]}
 
         def resharded(self) -> Any:
@@ -368,6 +371,9 @@ def stand_in_generator(config: Any, engine: Engine, *, layout: Any, platform: An
         awake = resharded
 
         def give_back(self) -> None:
+            return
+
+        def count_work(self, rollout: Any, watch: Any) -> None:
             return
 
     return Given()
