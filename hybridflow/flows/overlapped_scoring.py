@@ -1,6 +1,6 @@
 """Score finished responses while other engine replicas still generate.
 
-    scoring.begin(prompts, deferred, generates=True) # cut in units, before a token is generated
+    scoring.begin(prompts, deferred, generates=True)  # cut in units, before a token is generated
     generator.generate(..., listener=scoring)        # calls on_response, on_engine_step, on_replica_done
     scoring.assign_rest(rollout)                     # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...

@@ -102,12 +102,12 @@ class RolloutRequest:
                 found[first[prompt] + sample] = Request(ids, seed, buckets.for_length(len(ids)))
         return found
 
-    def new_rows(self, own: Sequence[int]) -> dict[int, NewRow]:
-        """The same where an environment answers, with what each row begins with."""
+    def new_rows(self, requests: Mapping[int, Request]) -> list[NewRow]:
+        """These rows where an environment answers, with what each begins with. requests: by row."""
         run, iteration, *again = self.seed
         names = (run, iteration, *(again or [0]), self.first_prompt)
         episodes, prompt_of = episodes_of(self.prompts, self.sampling.limits, names), self.prompt_indices.tolist()
-        return {row: NewRow(each, episodes[prompt_of[row]], row) for row, each in self.of_prompts(own).items()}
+        return [NewRow(request, episodes[prompt_of[row]], row) for row, request in requests.items()]
 
     @property
     def prompt_indices(self) -> Tensor:
@@ -145,7 +145,7 @@ def replica_responses(
     if turns is None:
         stream = engine.stream(list(requests.values()), params, stepped=stepped)
     else:
-        stream = turns.stream(engine, list(request.new_rows(own).values()), params, stepped=stepped)
+        stream = turns.stream(engine, request.new_rows(requests), params, stepped=stepped)
     with preserved_random_state():
         for i, response in stream:
             found[rows[i]] = response
