@@ -71,9 +71,9 @@ def test_a_link_of_1_megabit_back_is_measured_within_seconds() -> None:
         return lead_link(group(0, store)), time.monotonic() - start
 
     (found, seconds), _ = both(2, act)
-    assert 90_000 < found.back_rate < 127_000
+    assert 60_000 < found.back_rate < 127_000
     assert found.out_rate > 100 * found.back_rate and found.rate == found.back_rate
-    assert seconds < 4
+    assert seconds < 10
 
 
 def test_who_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
