@@ -45,7 +45,6 @@ FLOORS: dict[int, list[str]] = {
         "cpu.fresh_pages",
         "cpu.kernels",
         "cpu.kernels.*",
-        "cpu.log_probs",
         "cpu.megatron",
         "cpu.megatron.*",
         "cpu.peer_memory",

@@ -21,7 +21,7 @@ from hybridflow.parallel.vocab import (
     Temperature,
     VocabKernels,
     chunks_of_rows,
-    of_rows,
+    divisors_of,
     vocab_parallel_log_probs,
 )
 
@@ -111,16 +111,16 @@ class _LogProbsOfRows(torch.autograd.Function):
         own: OwnColumns,
         add: AddGradient,
     ) -> tuple[Tensor, Tensor]:
-        local = own.local(targets)
+        local, divisors = own.local(targets), divisors_of(temperature, hidden)
         parts = [
-            own.partial_sums(hidden[rows] @ weight.t(), local[rows], of_rows(temperature, rows))
+            own.partial_sums(hidden[rows] @ weight.t(), local[rows], divisors[rows])
             for rows in chunks_of_rows(len(hidden), len(weight))
         ]
         peaks, sums = zip(*parts, strict=True)
         log_probs, entropy, normalizer = own.combined(torch.cat(peaks), torch.cat(sums, dim=1), local)
-        ctx.save_for_backward(hidden, weight, local, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, *(local, divisors, normalizer, entropy))
         ctx.main_grad = getattr(weight, "main_grad", None)  # megatron's buffer, float32
-        ctx.temperature, ctx.own, ctx.add = temperature, own, add
+        ctx.own, ctx.add = own, add
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -128,7 +128,7 @@ class _LogProbsOfRows(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, local, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, local, divisors, normalizer, entropy = ctx.saved_tensors
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         buffer = ctx.main_grad
@@ -139,7 +139,7 @@ class _LogProbsOfRows(torch.autograd.Function):
             ctx.own.write_gradients(
                 logits,
                 local[rows],
-                of_rows(ctx.temperature, rows),
+                divisors[rows],
                 normalizer=normalizer[rows],
                 entropy=entropy[rows],
                 grad_log_probs=None if grad_log_probs is None else grad_log_probs[rows],

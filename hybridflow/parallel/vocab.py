@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.cpu import log_probs as cpu
+from hybridflow.cpu.kernels import vocabulary
 from hybridflow.cpu.kernels.library import library
 from hybridflow.parallel import vocab_triton
 from hybridflow.parallel.device import uses_cuda
@@ -36,7 +36,7 @@ LOGITS_AT_ONCE = 1 << 28  # that exist: 512 MiB in bfloat16, 1 GiB in float32
 class Gradients(Protocol):
     """Write those of log-probs g and of the entropy H, h, over the logits; 0 in the padding.
 
-    (g ([j = y] - p_j) - h p_j (log p_j + H)) / temperature, with log p_j = z_j - normalizer.
+    (g ([j = y] - p_j) - h p_j (log p_j + H)) / divisor, with log p_j = z_j - normalizer.
     """
 
     def __call__(
@@ -44,7 +44,7 @@ class Gradients(Protocol):
         logits: Tensor,
         columns: int,
         targets: Tensor,
-        temperature: Temperature,
+        divisors: Tensor,
         *,
         normalizer: Tensor,
         entropy: Tensor,
@@ -54,13 +54,14 @@ class Gradients(Protocol):
 
 
 class VocabKernels(NamedTuple):
-    """What this rank computes of own columns of the logits, the first `columns` of which are of the vocabulary.
+    """What this rank computes of its columns of some rows. The first `columns`, at least one, are the vocabulary's.
 
-    partial_sums(logits, columns, targets, temperature) -> (m, sums): the largest z, (R,), and, (3, R),
+    partial_sums(logits, columns, targets, divisors) -> (m, sums) of z = logits / divisor: m = max z, (R,), and, (3, R),
     sum exp(z - m), sum exp(z - m)(z - m) and z_y - m. A target that is none of the columns is negative, and the term 0.
+    divisors: (R,) float32.
     """
 
-    partial_sums: Callable[[Tensor, int, Tensor, Temperature], tuple[Tensor, Tensor]]
+    partial_sums: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
     gradients: Gradients
 
 
@@ -70,7 +71,7 @@ def vocab_kernels() -> VocabKernels:
         return BY_TRITON if vocab_triton.HAS_TRITON else by_torch("cuda")
     if library() is None:
         return by_torch("cpu")
-    return VocabKernels(cpu.partial_sums, cpu.gradients)
+    return VocabKernels(vocabulary.partial_sums, vocabulary.gradients)
 
 
 def vocab_parallel_log_probs(
@@ -109,9 +110,12 @@ class OwnColumns:
         local = targets - self._first
         return torch.where((local >= 0) & (local < self._columns), local, -1)
 
-    def partial_sums(self, logits: Tensor, local: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-        """As `VocabKernels`."""
-        return self._kernels.partial_sums(logits.detach(), self._columns, local, temperature)
+    def partial_sums(self, logits: Tensor, local: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
+        """As `VocabKernels`; of no column the largest is -inf."""
+        if self._columns and len(logits):
+            return self._kernels.partial_sums(logits.detach(), self._columns, local, divisors)
+        rows, device = len(logits), logits.device
+        return torch.full((rows,), -torch.inf, device=device), torch.zeros(3, rows, device=device)
 
     def combined(self, own_peak: Tensor, sums: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs, entropy, logsumexp), each (R,), of all ranks' partial sums. Collective over the group."""
@@ -123,15 +127,23 @@ class OwnColumns:
         log_norm = exp_sum.log()
         return target - log_norm, log_norm - weighted / exp_sum, peak + log_norm
 
-    def write_gradients(
-        self, logits: Tensor, local: Tensor, temperature: Temperature, **of_rows: Tensor | None
-    ) -> None:
+    def write_gradients(self, logits: Tensor, local: Tensor, divisors: Tensor, **of_rows: Tensor | None) -> None:
         """Over the logits. of_rows: see `Gradients`."""
-        self._kernels.gradients(logits, self._columns, local, temperature, **of_rows)  # type: ignore[arg-type]
+        if self._columns and len(logits):
+            self._kernels.gradients(logits, self._columns, local, divisors, **of_rows)  # type: ignore[arg-type]
+        else:
+            logits.zero_()
 
     def sum(self, x: Tensor) -> None:
         """In place, over the group."""
         dist.all_reduce(x, group=self._group)
+
+
+def divisors_of(temperature: Temperature, rows: Tensor) -> Tensor:
+    """(R,) float32: what the logits of each row are divided by."""
+    if isinstance(temperature, Tensor):
+        return temperature.contiguous()
+    return torch.full(rows.shape[:1], temperature, dtype=torch.float32, device=rows.device)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -139,10 +151,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: Temperature, own: OwnColumns
     ) -> tuple[Tensor, Tensor]:
-        local = own.local(targets)
-        log_probs, entropy, normalizer = own.combined(*own.partial_sums(logits, local, temperature), local)
-        ctx.save_for_backward(logits, local, normalizer, entropy)
-        ctx.own, ctx.temperature = own, temperature
+        local, divisors = own.local(targets), divisors_of(temperature, logits)
+        log_probs, entropy, normalizer = own.combined(*own.partial_sums(logits, local, divisors), local)
+        ctx.save_for_backward(logits, local, divisors, normalizer, entropy)
+        ctx.own = own
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -150,11 +162,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        logits, local, normalizer, entropy = ctx.saved_tensors
+        logits, local, divisors, normalizer, entropy = ctx.saved_tensors
         ctx.own.write_gradients(
             logits,
             local,
-            ctx.temperature,
+            divisors,
             normalizer=normalizer,
             entropy=entropy,
             grad_log_probs=grad_log_probs,
@@ -199,24 +211,13 @@ def _row_chunks(logits: Tensor, device: str) -> list[slice]:
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
 
-def of_rows(temperature: Temperature, rows: slice) -> Temperature:
-    return temperature[rows] if isinstance(temperature, Tensor) else temperature
-
-
-def _divisors(temperature: Temperature, rows: slice) -> Temperature:
-    """What logits of these rows are divided by: a number, or (rows, 1)."""
-    return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
-
-
 def _partial_sums(
-    device: str, logits: Tensor, columns: int, targets: Tensor, temperature: Temperature
+    device: str, logits: Tensor, columns: int, targets: Tensor, divisors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    peak = logits.new_full(logits.shape[:1], -torch.inf, dtype=torch.float32)
-    sums = torch.zeros(3, logits.shape[0], device=logits.device)
-    if columns == 0:
-        return peak, sums
+    peak = logits.new_empty(logits.shape[:1], dtype=torch.float32)
+    sums = peak.new_empty(3, len(peak))
     for rows in _row_chunks(logits, device):
-        z = logits[rows, :columns].to(torch.float32, copy=True).div_(_divisors(temperature, rows))
+        z = logits[rows, :columns].to(torch.float32, copy=True).div_(divisors[rows, None])
         peak[rows] = z.amax(dim=1)
         z.sub_(peak[rows, None])
         of_target = z.gather(1, targets[rows, None].clamp(min=0)).squeeze(1)
@@ -233,7 +234,7 @@ def _gradients(
     logits: Tensor,
     columns: int,
     targets: Tensor,
-    temperature: Temperature,
+    divisors: Tensor,
     *,
     normalizer: Tensor,
     entropy: Tensor,
@@ -241,16 +242,15 @@ def _gradients(
     grad_entropy: Tensor | None,
 ) -> None:
     for rows in _row_chunks(logits, device):
-        divisor = _divisors(temperature, rows)
+        divisor = divisors[rows, None]
         log_p = logits[rows, :columns].float().div_(divisor).sub_(normalizer[rows, None])
         p = log_p.exp()
         grad = torch.zeros_like(p)
         if grad_log_probs is not None:
             g = grad_log_probs[rows].float()
             grad.addcmul_(p, g[:, None], value=-1.0)
-            if columns:
-                here = targets[rows] >= 0
-                grad.scatter_add_(1, targets[rows, None].clamp(min=0), (g * here)[:, None])
+            here = targets[rows] >= 0
+            grad.scatter_add_(1, targets[rows, None].clamp(min=0), (g * here)[:, None])
         if grad_entropy is not None:
             g = grad_entropy[rows].float()
             grad.addcmul_(p.mul_(log_p.add_(entropy[rows, None])), g[:, None], value=-1.0)

@@ -8,7 +8,6 @@ block. A row's sums have one order and no program waits for another, so that res
 `parallel.vocab` chooses these functions; what they give and take is written there, at `VocabKernels`.
 """
 
-import torch
 from torch import Tensor
 
 try:
@@ -17,29 +16,26 @@ try:
 except ImportError:  # not needed on a CPU
     triton = None
 
-Temperature = float | Tensor
 HAS_TRITON = triton is not None
 COLUMNS, WARPS = 4096, 8  # of a block: 16 a thread
 
 
-def partial_sums(logits: Tensor, columns: int, targets: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+def partial_sums(logits: Tensor, columns: int, targets: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
+    _check(logits)
     rows = len(logits)
-    peak = torch.full((rows,), -torch.inf, device=logits.device)
-    sums = torch.zeros(3, rows, device=logits.device)
-    if columns and rows:
-        _check(logits)
-        sums_kernel[(rows,)](
-            logits,
-            targets.contiguous(),
-            _divisors(temperature, logits),
-            peak,
-            sums,
-            rows=rows,
-            columns=columns,
-            stride=logits.stride(0),
-            COLUMNS=_block(columns),
-            num_warps=WARPS,
-        )
+    peak, sums = divisors.new_empty(rows), divisors.new_empty(3, rows)
+    sums_kernel[(rows,)](
+        logits,
+        targets,
+        divisors,
+        peak,
+        sums,
+        rows=rows,
+        columns=columns,
+        stride=logits.stride(0),
+        COLUMNS=_block(columns),
+        num_warps=WARPS,
+    )
     return peak, sums
 
 
@@ -47,22 +43,20 @@ def gradients(
     logits: Tensor,
     columns: int,
     targets: Tensor,
-    temperature: Temperature,
+    divisors: Tensor,
     *,
     normalizer: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> None:
-    if not logits.numel():
-        return
     _check(logits)
     of_log_probs, of_entropy = (None if x is None else x.float().contiguous() for x in (grad_log_probs, grad_entropy))
     block = _block(logits.shape[1])
     gradients_kernel[(len(logits), -(-logits.shape[1] // block))](
         logits,
-        targets.contiguous(),
-        _divisors(temperature, logits),
+        targets,
+        divisors,
         normalizer.contiguous(),
         entropy.contiguous(),
         grad_log_probs=of_log_probs,
@@ -77,13 +71,6 @@ def gradients(
 
 def _check(logits: Tensor) -> None:
     assert logits.stride(1) == 1, f"strides {logits.stride()}: the columns of a row must be neighbours"
-
-
-def _divisors(temperature: Temperature, logits: Tensor) -> Tensor:
-    """(R,) float32."""
-    if isinstance(temperature, Tensor):
-        return temperature.contiguous()
-    return torch.full(logits.shape[:1], temperature, device=logits.device)
 
 
 def _block(columns: int) -> int:

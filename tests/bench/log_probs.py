@@ -57,14 +57,14 @@ def measure(rows: int, columns: int) -> dict[str, dict[str, float]]:
 def forward(kernels: VocabKernels, rows: int, columns: int) -> None:
     with torch.device("meta"):
         logits, targets = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
-        kernels.partial_sums(logits, columns, targets, 1.0)
+        kernels.partial_sums(logits, columns, targets, torch.ones(rows))
 
 
 def backward(kernels: VocabKernels, rows: int, columns: int) -> None:
     with torch.device("meta"):
         logits, targets = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
         of_rows = {name: torch.empty(rows) for name in ("normalizer", "entropy", "grad_log_probs", "grad_entropy")}
-        kernels.gradients(logits, columns, targets, 1.0, **of_rows)
+        kernels.gradients(logits, columns, targets, torch.ones(rows), **of_rows)
 
 
 class Counted(TorchDispatchMode):

@@ -150,12 +150,12 @@ def _exact(logits: Tensor, targets: Tensor) -> list[Tensor]:
 
 def _of_kernels(kernels: VocabKernels, logits: Tensor, targets: Tensor) -> list[Tensor]:
     """As `parallel.vocab` puts them together on one rank."""
-    peak, (exp_sum, weighted, target) = kernels.partial_sums(logits, logits.shape[1], targets, 1.0)
+    ones = torch.ones(len(logits), device=logits.device)
+    peak, (exp_sum, weighted, target) = kernels.partial_sums(logits, logits.shape[1], targets, ones)
     log_norm = exp_sum.log()
-    entropy = log_norm - weighted / exp_sum
-    gradient, ones = logits.clone(), torch.ones_like(peak)
+    entropy, gradient = log_norm - weighted / exp_sum, logits.clone()
     rows = {"normalizer": peak + log_norm, "entropy": entropy, "grad_log_probs": ones, "grad_entropy": 0.5 * ones}
-    kernels.gradients(gradient, logits.shape[1], targets, 1.0, **rows)
+    kernels.gradients(gradient, logits.shape[1], targets, ones, **rows)
     return [target - log_norm, entropy, gradient]
 
 
@@ -163,8 +163,8 @@ def _times(kernels: VocabKernels, logits: Tensor, targets: Tensor, device: torch
     columns, ones = logits.shape[1], torch.ones(len(logits), device=device)
     rows = {name: ones for name in ("normalizer", "entropy", "grad_log_probs", "grad_entropy")}
     written = logits.clone()
-    forward = _seconds(lambda: kernels.partial_sums(logits, columns, targets, 1.0), device)
-    return forward, _seconds(lambda: kernels.gradients(written, columns, targets, 1.0, **rows), device)
+    forward = _seconds(lambda: kernels.partial_sums(logits, columns, targets, ones), device)
+    return forward, _seconds(lambda: kernels.gradients(written, columns, targets, ones, **rows), device)
 
 
 def _relative(x: Tensor, expected: Tensor) -> float:

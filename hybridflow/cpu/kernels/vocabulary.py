@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of logits on a CPU, and their gradients, row by row: `vocabulary.c`, called.
 
-For what `takes` says yes to; float32 within. `parallel/vocab.py` puts together what ranks have of a row.
+`parallel.vocab` opens this door, and says at `VocabKernels` what the two functions give and take. Float32 within.
 """
 
 import ctypes
@@ -27,36 +27,14 @@ class Vocabulary(ctypes.Structure):
 
 
 def partial_sums(logits: Tensor, columns: int, targets: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, sums) of z = logits / divisor: m = max z (R,); (3, R) sum exp(z - m), sum exp(z - m)(z - m), z_y - m.
-
-    Args:
-        logits: (R, padded columns), of which the first `columns`, at least one, count.
-        targets: (R,) int64, y; negative where y is none of these columns: then y's term is 0.
-        divisors: float32 (R,) or (1,).
-    """
     peak, sums = torch.empty(logits.shape[0]), torch.empty(3, logits.shape[0])
     _call(logits, columns, targets, divisors, peak=peak, sums=sums)
     return peak, sums
 
 
-def gradients(
-    logits: Tensor,
-    columns: int,
-    targets: Tensor,
-    divisors: Tensor,
-    *,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> None:
-    """Those of log-probs g and of the entropy H, h, over the logits; 0 in the padding.
-
-    With log p_j = z_j - normalizer:  (g ([j = y] - p_j) - h p_j (log p_j + H)) / divisor.
-    """
-    both = {"grad_log_probs": grad_log_probs, "grad_entropy": grad_entropy}
-    given = {name: g.contiguous() for name, g in both.items() if g is not None}
-    _call(logits, columns, targets, divisors, backward=True, normalizer=normalizer, entropy=entropy, **given)
+def gradients(logits: Tensor, columns: int, targets: Tensor, divisors: Tensor, **of_rows: Tensor | None) -> None:
+    given = {name: x.contiguous() for name, x in of_rows.items() if x is not None}
+    _call(logits, columns, targets, divisors, backward=True, **given)
 
 
 def _call(
