@@ -105,7 +105,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: SpansLike, s
         )
     ]
     out, lse = zip(*found, strict=True)
-    return in_a_row(out), in_a_row(lse)
+    return in_a_row(out), in_a_row(lse).contiguous()
 
 
 def flash_backward(

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.architecture.rope import QueryGrowth
 from hybridflow.models.context import ContextSpans
-from hybridflow.models.context_attention import ContextCalls, context_attention
+from hybridflow.models.context_attention import context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.layers import OverHeads
 from hybridflow.models.routing import Routing
@@ -31,10 +31,13 @@ from hybridflow.models.shared_prompt import (
     VARLEN,
     AttentionKernel,
     AttentionSpans,
+    MergedCalls,
     SharedPrompts,
     attention_with_copies,
     bounds,
+    causal_mask,
     merged_attention,
+    varlen_attention,
 )
 
 
@@ -289,7 +292,7 @@ def flash_or_exact(dtype: torch.dtype) -> Attend:
     """On GPUs: flash attention takes 16-bit types only."""
     if dtype == torch.float32:
         return choose_by_sharing(attention_by_length, attention_with_copies)
-    return choose_by_sharing(varlen_attention, partial(merged_attention, kernel=VARLEN))
+    return choose_by_sharing(_flash_attention, partial(merged_attention, kernel=VARLEN))
 
 
 def by_length_or_merged(kernel: AttentionKernel) -> Attend:
@@ -306,8 +309,8 @@ def with_context(attend: Attend, kernel: AttentionKernel, *, keep: bool) -> Atte
     def either(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
         if packed.context is None:
             return attend(query, key, value, packed=packed, scale=scale)
-        calls = ContextCalls(packed.own, packed.context, scale, kernel)
-        return context_attention(query, key, value, calls, keep=keep)
+        calls = MergedCalls(packed.own, packed.context.reads, scale, kernel)
+        return context_attention(query, key, value, calls, context=packed.context.context, keep=keep)
 
     return either
 
@@ -323,8 +326,13 @@ def choose_by_sharing(plain: Attend, shared: Callable[..., Tensor]) -> Attend:
     return attend
 
 
-def attention_by_length(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
-    """Causal attention within each sequence: (tokens, heads, head_dim) from query and grouped key, value."""
+def attention_by_length(
+    query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention within each sequence: (tokens, heads, head_dim) from query and grouped key, value.
+
+    window: how many keys a query reaches, its own included; None: all before it.
+    """
     sizes = [count * length for count, length in packed.runs()]
     outputs = []
     for (count, length), *tensors in zip(
@@ -332,26 +340,14 @@ def attention_by_length(query: Tensor, key: Tensor, value: Tensor, *, packed: Pa
     ):
         # (count x length, heads, head_dim) -> (count, heads, length, head_dim)
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in tensors)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        mask = None if window is None else causal_mask(q, k, window)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
     """The same on CUDA in one kernel, in 16 bits, without regard to the order of lengths."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        packed.cu_seqlens_q,
-        packed.cu_seqlens_kv,
-        packed.max_seqlen_q,
-        packed.max_seqlen_kv,
-        window_size=(-1, 0),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
-    return out
+    return varlen_attention(query, key, value, packed.own, scale)

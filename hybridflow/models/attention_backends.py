@@ -7,7 +7,7 @@ on prompts that several responses share, outputs and gradients are compared with
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -147,31 +147,11 @@ FUSED = AttentionKernel(fused_forward, fused_backward)
 
 
 def by_kernel(kernel: AttentionKernel) -> Attend:
-    return choose_by_sharing(partial(_attend_alone, kernel), partial(merged_attention, kernel=kernel))
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+        own, shared = packed.own, packed.shared
+        return merged_attention(query, key, value, own=own, shared=shared, scale=scale, kernel=kernel)
 
-
-def _attend_alone(
-    kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float
-) -> Tensor:
-    out: Tensor = _Alone.apply(query, key, value, packed.own, scale, *kernel)
-    return out
-
-
-class _Alone(torch.autograd.Function):
-    """One call of a kernel, forward and backward, where no prompt is shared."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-        ctx.own, ctx.scale, forward, ctx.kernel = others
-        out, lse = forward(query, key, value, ctx.own, ctx.scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        found: Tensor = out
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.kernel(grad, *ctx.saved_tensors, ctx.own, ctx.scale)
-        return *gradients, None, None, None, None
+    return attend
 
 
 # ------------------------------------------------------------------------------------------------ right or wrong

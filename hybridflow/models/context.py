@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridflow.batch import to_device_async
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
-from hybridflow.models.shared_prompt import AttentionSpans, bounds
+from hybridflow.models.shared_prompt import AttentionSpans, OtherKeys, bounds
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,12 @@ class SharedOutputs:
 
 
 @dataclass(frozen=True)
-class OtherKeys:
-    """Own queries, and gathered keys that they attend to besides their own pieces. Neither has a token twice."""
-
-    queries: Tensor  # (q,) int64: own tokens
-    keys: Tensor  # (k,) int64: gathered tokens
-    spans: AttentionSpans
-
-
-@dataclass(frozen=True)
 class ContextSpans:
     """What a mixer of the own tokens reads of other ranks.
 
-    num_tokens: of each rank, padding included. stretches: of all ranks together, and the prompt that each continues.
-    gathered: (T,) int64, where the stretches' tokens are among those of all ranks, rank after rank.
+    num_tokens: of each rank, padding included. reads: of own queries, gathered keys. stretches: of all ranks together,
+    and the prompt that each continues. gathered: (T,) int64, where the stretches' tokens are among those of all ranks,
+    rank after rank.
     """
 
     context: Context

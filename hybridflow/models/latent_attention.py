@@ -28,10 +28,11 @@ from hybridflow.architecture.latent_weights import NORM_EPS
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
 from hybridflow.models.context import ContextSpans, begin_gather, of_all_ranks
-from hybridflow.models.context_attention import ContextCalls, attention_to_whole
+from hybridflow.models.context_attention import attention_to_whole
 from hybridflow.models.layers import RMSNorm, mark
 from hybridflow.models.mixer import LinearClasses, Mixer
 from hybridflow.models.recomputation import attention_runs_again, read_and_dropped
+from hybridflow.models.shared_prompt import MergedCalls
 
 
 class ReplicatedLinear(nn.Module):
@@ -132,9 +133,10 @@ class LatentAttention(Mixer):
             return torch.cat(self._keys_and_values(key_value, turned_key), dim=-1)
 
         def attend(query: Tensor, heads: Tensor) -> Tensor:
-            calls = ContextCalls(packed.own, spans, self._scale, self._functions.kernel)
+            calls = MergedCalls(packed.own, spans.reads, self._scale, self._functions.kernel)
             keys, values = heads.chunk(2, dim=-1)
-            return self._values_alone(attention_to_whole(self._turned(query, packed), keys, values, calls))
+            turned = self._turned(query, packed)
+            return self._values_alone(attention_to_whole(turned, keys, values, calls, here=spans.here))
 
         if attention_runs_again(self.config):
             return self.computed(lambda query, sent: attend(query, heads_of_all(sent)), query, sent)

@@ -1,12 +1,13 @@
 """Attention where a prompt that several responses share is in the batch once.
 
 Every stretch of tokens, a prompt or what follows one, attends causally to itself; what follows a prompt also attends to
-all of the prompt. The second needs a second call of the same kernel, and the two are merged by their log-sum-exps:
+all of the prompt. The second needs a second call of the same kernel. Calls are merged by their log-sum-exps, also those
+of `context_attention`:
 
     out = (exp(l_1) out_1 + exp(l_2) out_2) / (exp(l_1) + exp(l_2)),    l = log(exp(l_1) + exp(l_2))
 
 The backward pass of flash attention (Dao et al. 2022, algorithm 4) makes the probabilities anew as exp(scores - l) and
-takes sum(dout out) of each query: given the merged out and l, either call finds the exact gradients of one part.
+takes sum(dout out) of each query: given the merged out and l, each call finds the exact gradients of one part.
 
 Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and values may have fewer heads than queries.
 """
@@ -64,7 +65,8 @@ def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionSpans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # of query, key, value
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key, value
+Backward = Callable[..., Gradients]
 
 
 class AttentionKernel(NamedTuple):
@@ -74,56 +76,83 @@ class AttentionKernel(NamedTuple):
     backward: Backward
 
 
+class OtherKeys(NamedTuple):
+    """Queries, and keys that they attend to besides their own stretches. Neither has a token twice."""
+
+    queries: Tensor | slice  # of tokens
+    keys: Tensor | slice
+    spans: AttentionSpans
+
+
+Arrivals = Callable[[], Sequence[Tensor]]  # the keys and values that `OtherKeys` number
+
+
+@dataclass(frozen=True)
+class MergedCalls:
+    """Calls of a kernel: one of every stretch with itself, causal, and one for each of `others`."""
+
+    own: AttentionSpans
+    others: tuple[OtherKeys, ...]
+    scale: float
+    kernel: AttentionKernel
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, arrives: Arrivals) -> tuple[Tensor, ...]:
+        """Output and log-sum-exps; and the other keys and values, which arrive while stretches attend to themselves."""
+        out, lse = self.kernel.forward(query, key, value, self.own, self.scale)
+        keys, values = arrives()
+        for at, read, spans in self.others:
+            some, some_lse = out[at], lse[at]
+            merge(some, some_lse, *self.kernel.forward(query[at], keys[read], values[read], spans, self.scale))
+            if isinstance(at, Tensor):  # else `some` is a view
+                out[at], lse[at] = some, some_lse
+        return out, lse, keys, values
+
+    def gradients(self, of_queries: Sequence[Tensor], key: Tensor, value: Tensor, spans: AttentionSpans) -> Gradients:
+        """Of query, key and value by one of the calls. of_queries: gradient, query, out and lse."""
+        grad, query, out, lse = of_queries
+        return self.kernel.backward(grad, query, key, value, out, lse, spans, self.scale)
+
+    def add_others(self, grads: Gradients, of_queries: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """To the gradients of queries, of other keys and of their values."""
+        for at, read, spans in self.others:
+            parts = self.gradients([x[at] for x in of_queries], keys[read], values[read], spans)
+            for whole, where, part in zip(grads, (at, read, read), parts, strict=True):
+                whole[where] += part
+
+
 def merged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     own: AttentionSpans,
-    shared: SharedPrompts,
+    shared: SharedPrompts | None,
     scale: float,
     kernel: AttentionKernel,
 ) -> Tensor:
     """(tokens, heads, head_dim). own: every stretch with itself, causal."""
-    out: Tensor = Merged.apply(query, key, value, own, shared, scale, *kernel)
+    others = () if shared is None else (OtherKeys(shared.responses, shared.prompts, shared.spans),)
+    out: Tensor = Merged.apply(query, key, value, MergedCalls(own, others, scale, kernel))
     return out
 
 
 class Merged(torch.autograd.Function):
-    """Two calls of a kernel, forward and backward."""
+    """`MergedCalls` whose other keys are among the own ones."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: AttentionSpans,
-        shared: SharedPrompts,
-        scale: float,
-        forward: Forward,
-        backward: Backward,
-    ) -> Tensor:
-        prompts, responses = shared.prompts, shared.responses
-        out, lse = forward(query, key, value, own, scale)
-        more = forward(query[responses], key[prompts], value[prompts], shared.spans, scale)
-        merge(out[responses], lse[responses], *more)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: MergedCalls) -> Tensor:
+        out, lse, *_ = calls.forward(query, key, value, lambda: (key, value))
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.own, ctx.shared, ctx.scale, ctx.kernel = own, shared, scale, backward
+        ctx.calls = calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        prompts, responses = ctx.shared.prompts, ctx.shared.responses
-        grad = grad.contiguous()
-        dq, dk, dv = ctx.kernel(grad, query, key, value, out, lse, ctx.own, ctx.scale)
-        of_responses = (x[responses] for x in (grad, query))
-        to_prompts = (x[prompts] for x in (key, value))
-        more = ctx.kernel(*of_responses, *to_prompts, out[responses], lse[responses], ctx.shared.spans, ctx.scale)
-        for whole, part, part_grad in zip((dq, dk, dv), (responses, prompts, prompts), more, strict=True):
-            whole[part] += part_grad
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None, None
+        of_queries = grad.contiguous(), query, out, lse
+        grads = dq, dk, dv = ctx.calls.gradients(of_queries, key, value, ctx.calls.own)
+        ctx.calls.add_others(grads, of_queries, key, value)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -136,13 +165,13 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ on CUDA
 
 
-def varlen_forward(
-    query: Tensor, key: Tensor, value: Tensor, spans: AttentionSpans, scale: float
-) -> tuple[Tensor, Tensor]:
-    """torch's variable-length flash attention, in 16 bits."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, spans: AttentionSpans, scale: float, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch's variable-length flash attention, in 16 bits: the output, and what `options` ask for besides."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    out, lse = varlen_attn(
+    return varlen_attn(
         query,
         key,
         value,
@@ -150,13 +179,30 @@ def varlen_forward(
         spans.key_bounds,
         max(spans.queries),
         max(spans.keys),
-        return_aux=AuxRequest(lse=True),
-        window_size=(-1, 0) if spans.causal else (-1, -1),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
+
+
+def varlen_forward(
+    query: Tensor, key: Tensor, value: Tensor, spans: AttentionSpans, scale: float
+) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.varlen import AuxRequest
+
+    options = {"window_size": (-1, 0 if spans.causal else -1), "return_aux": AuxRequest(lse=True)}
+    out, lse = varlen(query, key, value, spans, scale, **options)
     assert lse.shape == (query.shape[1], len(query)), f"log-sum-exp {tuple(lse.shape)} of {tuple(query.shape)}"
     return out, lse.transpose(0, 1)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, spans: AttentionSpans, scale: float, *, window: int | None = None
+) -> Tensor:
+    """Causal attention alone, with autograd's gradients. Queries are the last of their keys; window: as below."""
+    out = varlen(query, key, value, spans, scale, window_size=(-1 if window is None else window - 1, 0))
+    assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
+    return out
 
 
 def varlen_backward(
@@ -222,13 +268,18 @@ def attention_with_copies(
 
 def attention_of_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
     """(tokens, heads, head_dim) where the queries are the last of the keys; window: as above."""
-    before = len(key) - len(query)
-    mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(before)
-    mask = mask if window is None else mask.triu(before + 1 - window)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mask = causal_mask(q, k, window)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     found: Tensor = out[0].transpose(0, 1)
     return found
+
+
+def causal_mask(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """(queries, keys) of (..., tokens, head_dim): which keys a query, one of the last of them, attends to."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries + 1 - window)
 
 
 def prompts_before(own: AttentionSpans, shared: SharedPrompts) -> Iterator[slice]:

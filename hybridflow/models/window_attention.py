@@ -15,12 +15,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import Attend, PackedAttention, PackedSequences
+from hybridflow.models.attention import Attend, PackedAttention, PackedSequences, attention_by_length
 from hybridflow.models.context import Context, ContextSpans, of_all_ranks, pieces_of
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
-from hybridflow.models.shared_prompt import attention_of_last, attention_with_copies, bounds, prompts_before
+from hybridflow.models.shared_prompt import (
+    attention_of_last,
+    attention_with_copies,
+    bounds,
+    prompts_before,
+    varlen_attention,
+)
 
 
 class WindowAttention(PackedAttention):
@@ -56,45 +61,21 @@ def window_attention(
         keys, values, lengths = with_ends(key, value, packed, packed.context, window)
         heads = zip(query.split(packed.lengths), keys.split(lengths), values.split(lengths), strict=True)
         return torch.cat([attention_of_last(*tensors, scale=scale, window=window) for tensors in heads])
-    sizes = [count * length for count, length in packed.runs()]
-    outputs = []
-    for (count, length), *tensors in zip(
-        packed.runs(), query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in tensors)
-        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)
+    return attention_by_length(query, key, value, packed=packed, scale=scale, window=window)
 
 
 def varlen_window_attention(
     query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float, window: int
 ) -> Tensor:
     """The same in one kernel, which sees queries as the last of their keys."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    key_bounds, longest, lengths = packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths
+    spans = packed.own
     if packed.context is not None:
         key, value, lengths = with_ends(key, value, packed, packed.context, window)
+        spans = replace(spans, keys=lengths, key_bounds=bounds(lengths, key.device))
     elif packed.shared is not None:
         key, value, lengths = with_copies(key, value, packed, window)
-    if lengths is not packed.lengths:
-        key_bounds, longest = bounds(lengths, key.device), max(lengths)
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        packed.cu_seqlens_q,
-        key_bounds,
-        packed.max_seqlen_q,
-        longest,
-        window_size=(window - 1, 0),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
-    return out
+        spans = replace(spans, keys=lengths, key_bounds=bounds(lengths, key.device))
+    return varlen_attention(query, key, value, spans, scale, window=window)
 
 
 def with_copies(

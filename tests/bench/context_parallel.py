@@ -57,8 +57,8 @@ def measure(tokens: int) -> None:
     from hybridflow.cpu.attention import flash_backward, flash_forward
     from hybridflow.models import context as module
     from hybridflow.models.attention import PackedSequences
-    from hybridflow.models.context_attention import ContextCalls, context_attention
-    from hybridflow.models.shared_prompt import AttentionKernel
+    from hybridflow.models.context_attention import context_attention
+    from hybridflow.models.shared_prompt import AttentionKernel, MergedCalls
     from hybridflow.parallel import platform as platforms
 
     platforms.start(seed=0, platform="cpu")
@@ -80,7 +80,7 @@ def measure(tokens: int) -> None:
 
         return counting
 
-    calls = ContextCalls(packed.own, spans, HEAD_DIM**-0.5, AttentionKernel(flash_forward, flash_backward))
+    calls = MergedCalls(packed.own, spans.reads, HEAD_DIM**-0.5, AttentionKernel(flash_forward, flash_backward))
     found = []
     for keep in (False, True):
         sent.clear()
@@ -88,7 +88,7 @@ def measure(tokens: int) -> None:
             mock.patch.object(dist, "all_gather_into_tensor", counted(dist.all_gather_into_tensor, 0)),
             mock.patch.object(dist, "reduce_scatter_tensor", counted(dist.reduce_scatter_tensor, 1)),
         ):
-            out = context_attention(query, key, value, calls, keep=keep)
+            out = context_attention(query, key, value, calls, context=context, keep=keep)
             out.float().square().sum().backward()
         found.append(sent["elements"] * BYTES)
     everyone = [Context(size, each, None) for each in range(size)]

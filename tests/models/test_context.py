@@ -18,10 +18,10 @@ from hybridflow.models.context import (
     pieces_of,
     places,
 )
-from hybridflow.models.context_attention import ContextCalls, attention_to_whole, context_attention
+from hybridflow.models.context_attention import attention_to_whole, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.micro_batch import padding
-from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.models.shared_prompt import AttentionKernel, MergedCalls
 from hybridflow.models.window_attention import in_reach
 from hybridflow.roles import base
 from hybridflow.roles.base import Role
@@ -135,14 +135,14 @@ def test_keys_travel_while_the_own_pieces_attend_and_again_backward_unless_kept(
             mock.patch.object(dist, "all_gather_into_tensor", noted(dist.all_gather_into_tensor, "gather")),
             mock.patch.object(dist, "reduce_scatter_tensor", noted(dist.reduce_scatter_tensor, "sum")),
         ):
-            calls_of = ContextCalls(own, spans, 0.3, kernel)
-            out = context_attention(*inputs, calls_of, keep=keep)
+            calls_of = MergedCalls(own, spans.reads, 0.3, kernel)
+            out = context_attention(*inputs, calls_of, context=context, keep=keep)
             assert calls[:3] == ["gather", "attend", "wait"]
             calls.clear()
             found = torch.autograd.grad(out.square().sum(), inputs)
             backward = ["attend backward"] if keep else ["gather", "attend backward", "wait"]
             assert calls[: len(backward)] == backward and calls.count("gather") == (not keep) and "sum" in calls
-        of_whole = attention_to_whole(*inputs, calls_of)
+        of_whole = attention_to_whole(*inputs, calls_of, here=spans.here)
         of_whole_gradients = torch.autograd.grad(of_whole.square().sum(), inputs)
     for ours, gradients in ((out, found), (of_whole, of_whole_gradients)):
         assert torch.allclose(ours, whole, rtol=0, atol=1e-6)
