@@ -5,12 +5,10 @@ Each function is one pass, by the kernels in C. `models.layer_classes` opens thi
 
 from dataclasses import replace
 from functools import partial
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import not_none
@@ -128,7 +126,7 @@ class TurningHeads(_Attention):
         return (
             not self.config.rotary_interleaved
             and self.pg_collection.tp.size() <= not_none(self.config.num_query_groups)
-            and all(isinstance(norm, (IdentityOp, NoneType)) for norm in (self.q_layernorm, self.k_layernorm))
+            and self.q_layernorm is self.k_layernorm is None
         )
 
     def get_query_key_value_tensors(

@@ -181,7 +181,7 @@ class PackedAttention(MegatronModule):
         return out.flatten(1).unsqueeze(1)
 
 
-HeadNorms = tuple[Callable[..., OverHeads], Callable[..., OverHeads]]  # (config, head_dim, eps), of queries and keys
+HeadNorms = tuple[Callable[..., Any], Callable[..., Any]]  # (config, head_dim, eps) -> norm, of queries and of keys
 
 
 class GroupedSelfAttention(SelfAttention):
@@ -193,22 +193,20 @@ class GroupedSelfAttention(SelfAttention):
     def __init__(
         self, config: TransformerConfig, *args: Any, head_norms: HeadNorms | None = None, **kwargs: Any
     ) -> None:
-        """megatron cuts a gate, and counts sinks in norms, by global groups. Our core attention has no sinks.
-
-        head_norms: norms that sum their gradients themselves. megatron-core 0.19.2 builds norms only with
-        config.qk_layernorm, and would then sum these gradients again.
-        """
+        """megatron cuts a gate, and counts sinks in norms, by global groups. Our core attention has no sinks."""
         assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
         assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
         super().__init__(config, *args, **kwargs)
         self._make_head_norms(head_norms)
 
     def _make_head_norms(self, head_norms: HeadNorms | None) -> None:
-        if head_norms is None:
-            return
+        """In place of what megatron has made, an IdentityOp or None by its release."""
         size, eps = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
-        self.q_layernorm, self.k_layernorm = (norm(self.config, size, eps) for norm in head_norms)
-        self.q_layernorm.group = self.k_layernorm.group = self.pg_collection.tp
+        made = (None, None) if head_norms is None else [norm(self.config, size, eps) for norm in head_norms]
+        for norm in made:
+            if isinstance(norm, OverHeads):
+                norm.group = self.pg_collection.tp
+        self.q_layernorm, self.k_layernorm = made
 
     def get_query_key_value_tensors(
         self,
@@ -231,7 +229,6 @@ class GroupedSelfAttention(SelfAttention):
         query, key, value = own.split([own.shape[2] - 2, 1, 1], dim=2)
         query = query[:, :, member * heads : (member + 1) * heads]
         norms: tuple[Any, Any] = self.q_layernorm, self.k_layernorm
-        # where there is to be no norm, 0.19.2 has None and 0.16.1 an IdentityOp
         query, key = (x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True))
         return query, key, value
 

@@ -82,7 +82,7 @@ def transformer_config(
         activation_func=_activation(traits),
         add_bias_linear=traits.linear_bias,
         add_qkv_bias=traits.qkv_bias,
-        qk_layernorm=spec.qk_norm and not traits.zero_centered_norms,  # else megatron sums such norms' gradients too
+        qk_layernorm=spec.qk_norm and not traits.zero_centered_norms,  # those whose gradients megatron sums over ranks
         layernorm_zero_centered_gamma=traits.zero_centered_norms,
         attention_output_gate=traits.output_gate,
         rotary_interleaved=traits.rotary_interleaved,
@@ -164,13 +164,13 @@ def _layer_spec(
     layer: ModuleSpec
     if _has_engine_layers(spec):
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=spec.num_experts if kind.mlp == "experts" else None, qk_layernorm=config.qk_layernorm
+            num_experts=spec.num_experts if kind.mlp == "experts" else None
         )
         if spec.lora is not None or runs_again(config, "layernorm"):
             _take_norms_out(layer, norm, has_mlp=kind.mlp == "dense")
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-        _name_local_layers(layer, norm, _activation_class(traits), qk_norm=config.qk_layernorm)
+        layer = get_gpt_layer_local_spec()
+        _name_local_layers(layer, norm, _activation_class(traits))
     parts = _submodules(layer, TransformerLayerSubmodules)
     if traits.norms != "before":
         layer.module, layer.params = NormsBehindLayer, {**layer.params, "norm": norm}
@@ -203,20 +203,25 @@ def _layer_spec(
     parts.self_attention.module = classes.self_attention if kind.mixer == "attention" else GroupedSelfAttention
     if traits.output_gate:
         parts.self_attention.module = GatedSelfAttention
-    if (head_norms := _head_norms(spec)) is not None:
-        parts.self_attention.params = {**parts.self_attention.params, "head_norms": head_norms}
+    parts.self_attention.params = {**parts.self_attention.params, "head_norms": _head_norms(spec, norm)}
     window = spec.sliding_window if kind.mixer == "window" else None
     functions = _attention_functions(config, interleaved=traits.rotary_interleaved, window=window)
     attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
     return layer
 
 
-def _head_norms(spec: ModelSpec) -> HeadNorms | None:
-    """Norms of queries and keys that megatron does not have."""
+def _head_norms(spec: ModelSpec, norm: type[nn.Module]) -> HeadNorms | None:
     if spec.traits.wide_qk_norm:
         return partial(WideHeadNorm, heads=spec.num_heads), partial(WideHeadNorm, heads=spec.num_kv_heads)
-    zero_centered = spec.traits.zero_centered_norms and spec.qk_norm
-    return (ZeroCenteredHeadNorm, ZeroCenteredHeadNorm) if zero_centered else None
+    if not spec.qk_norm:
+        return None
+    if spec.traits.zero_centered_norms:
+        return ZeroCenteredHeadNorm, ZeroCenteredHeadNorm
+    if _has_engine_layers(spec):
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm, TENorm
+    return norm, norm
 
 
 def _activation_class(traits: Family) -> type[nn.Module]:
@@ -264,13 +269,10 @@ def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) 
         _submodules(parts.mlp, MLPSubmodules).linear_fc1 = linear
 
 
-def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:
+def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module]) -> None:
     parts = _submodules(layer, TransformerLayerSubmodules)
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     _submodules(parts.mlp, MLPSubmodules).activation_func = activation
-    if qk_norm:
-        attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
-        attention.q_layernorm = attention.k_layernorm = norm
 
 
 def _submodules(spec: object, kind: type[Parts]) -> Parts:

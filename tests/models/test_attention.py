@@ -70,7 +70,7 @@ class WithoutBias(torch.nn.Module):
 def test_ranks_that_share_a_group_of_heads(
     rank: int, norms: tuple[Callable | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 ranks, 2 groups of 2 queries, key, value. Where there is no norm, megatron-core 0.19.2 has None."""
+    """4 ranks, 2 groups of 2 queries, key, value."""
     rows = torch.arange(3 * 2 * 4 * 5, dtype=torch.float32).view(3, 1, 40)
     layer = GroupedSelfAttention.__new__(GroupedSelfAttention)
     torch.nn.Module.__init__(layer)

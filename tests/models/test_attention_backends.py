@@ -195,7 +195,7 @@ def test_the_argument_reaches_the_layers(given: AttnBackend, expected: str, monk
         return AttentionFunctions(attention_by_length, lambda x, cos, sin: x)
 
     monkeypatch.setattr(layer_specs, "attention_functions", functions)
-    named = {"attention_backend": given, "qk_layernorm": False, "recompute_granularity": None}
+    named = {"attention_backend": given, "recompute_granularity": None}
     config: Any = SimpleNamespace(params_dtype=torch.bfloat16, **named)
     layer_specs.block_spec(SPEC, (0, 1), config, Place(1, 0))
     assert asked == [(torch.bfloat16, expected)]

@@ -22,8 +22,9 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.convert.forward import packed_micro_batch, random_prompts
 from hybridflow.models import build, layer_classes, layer_specs
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention, PackedSequences
-from hybridflow.models.layers import RMSNorm
+from hybridflow.models.layers import RMSNorm, ZeroCenteredHeadNorm
 from hybridflow.models.opt import PostNormLayer
+from hybridflow.models.wide_norm import WideHeadNorm
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, Place
@@ -32,7 +33,7 @@ from tests.tiny_models import make_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOAT32: Any = SimpleNamespace(
-    params_dtype=torch.float32, attention_backend=AttnBackend.auto, qk_layernorm=False, recompute_granularity=None
+    params_dtype=torch.float32, attention_backend=AttnBackend.auto, recompute_granularity=None
 )
 
 
@@ -104,6 +105,24 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     (layer,) = layer_specs.block_spec(spec, (0,), FLOAT32, Place(1, 0)).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
     assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo3"])
+def test_norms_of_heads_are_made_by_our_attention_alone(family: str, tmp_path: Path) -> None:
+    """megatron gets none, which 0.16.1 would make without config.qk_layernorm and 0.19.2 only with it."""
+    spec = read_spec(make_checkpoints(tmp_path, family=family, tied=False) / "policy")
+    (layer,) = layer_specs.block_spec(spec, (0,), FLOAT32, Place(1, 0)).layer_specs
+    attention = layer.submodules.self_attention
+    assert attention.submodules.q_layernorm is attention.submodules.k_layernorm is IdentityOp
+    head_norms = attention.params["head_norms"]
+    if family == "olmo3":
+        assert [(norm.func, norm.keywords["heads"]) for norm in head_norms] == [
+            (WideHeadNorm, spec.num_heads),
+            (WideHeadNorm, spec.num_kv_heads),
+        ]
+    else:
+        one = {"qwen3": layer_classes.layer_classes().rms_norm, "gemma3": ZeroCenteredHeadNorm}.get(family)
+        assert head_norms == (None if one is None else (one, one))
 
 
 def test_the_parts_of_a_spec_are_found_however_megatron_gives_them() -> None:

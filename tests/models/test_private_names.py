@@ -20,7 +20,7 @@ NAMES = {
     "megatron.core.distributed.distributed_data_parallel_config": ("DistributedDataParallelConfig",),
     "megatron.core.distributed.finalize_model_grads": ("finalize_model_grads",),
     "megatron.core.distributed.param_and_grad_buffer": ("_ParamAndGradBucketGroup", "_ParamAndGradBuffer"),
-    "megatron.core.extensions.transformer_engine": ("TEColumnParallelLinear", "TERowParallelLinear"),
+    "megatron.core.extensions.transformer_engine": ("TEColumnParallelLinear", "TENorm", "TERowParallelLinear"),
     "megatron.core.fusions.fused_bias_swiglu": ("swiglu", "swiglu_back"),
     "megatron.core.models.common.embeddings.language_model_embedding": ("LanguageModelEmbedding",),
     "megatron.core.models.common.language_module.language_module": (
