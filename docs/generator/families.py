@@ -15,7 +15,7 @@ from typing import Any
 
 from docs.generator.markdown import code, listed, table
 from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.family import ConfigFieldRule, Family
+from hybridflow.architecture.family import ConfigFieldRule, Family, WindowTraits
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, read_tree
@@ -220,7 +220,7 @@ def family_table(name: str) -> str:
     score = family.score_architecture or f"{name}ForSequenceClassification"
     wrapper = [family.wrapper] if family.wrapper else []
     rows = [("Architectures", listed([f"{name}ForCausalLM", *wrapper, score]))]
-    latent = ("q_lora_rank", *LATENT_SIZES) if family.latent else ()
+    latent = ("q_lora_rank", *LATENT_SIZES) if family.mixer == "latent" else ()
     rows += [("`config.json` must have", listed([*family.required, *latent]))]
     rows += [(f"`{rule.key}`", f"{_allowed(rule)}, else an error: {rule.reason}") for rule in family.rules]
     return table(("What", "How"), [*rows, *_traits(family)])
@@ -233,73 +233,76 @@ def _allowed(rule: ConfigFieldRule) -> str:
 
 def _traits(family: Family) -> list[tuple[str, str]]:
     """What sets it apart from Llama, as a person reads it."""
-    experts = f"{listed(family.expert_keys)} of them" if family.expert_keys else ""
-    if family.shared_experts_key:
-        experts += f", and `{family.shared_experts_key}` for every token"
-    if family.shared_size_key:
-        experts += f", and one of `{family.shared_size_key}` for every token, times a sigmoid of a gate"
-    if family.dense_layers_key:
-        experts += f"; none in the first `{family.dense_layers_key}` layers"
+    traits, latent, part = family.attention, family.mixer == "latent", family.default("partial_rotary_factor")
     attention = [
-        "biases of queries, keys and values" if family.qkv_bias else "",
-        "RMSNorm over each head of queries and keys" if family.qk_norm else "",
-        f"RMSNorm over each head of queries and keys, where `{family.qk_norm_key}` is true"
-        if family.qk_norm_key
-        else "",
-        "the outputs times a sigmoid of a gate" if family.output_gate else "",
-        "gated delta nets in the layers that `layer_types` says" if family.delta_nets else "",
-        "RMSNorm over all heads of queries, and of keys" if family.wide_qk_norm else "",
-        f"scores divided by the root of `{family.scale_key}`" if family.scale_key else "",
-        _window(family) if family.has_window else "",
-        "latent (MLA): `kv_lora_rank` + `qk_rope_head_dim` numbers a token in the KV cache" if family.latent else "",
+        "biases of queries, keys and values" if traits.bias else "",
+        "RMSNorm over each head of queries and keys" if traits.norms == "heads" else "",
+        f"RMSNorm over each head of queries and keys, where `{traits.norms_key}` is true" if traits.norms_key else "",
+        "the outputs times a sigmoid of a gate" if traits.gate else "",
+        "gated delta nets in the layers that `layer_types` says" if family.mixer == "delta_net" else "",
+        "RMSNorm over all heads of queries, and of keys" if traits.norms == "all" else "",
+        f"scores divided by the root of `{traits.scale_key}`" if traits.scale_key else "",
+        _window(family.windows) if family.windows else "",
+        "latent (MLA): `kv_lora_rank` + `qk_rope_head_dim` numbers a token in the KV cache" if latent else "",
     ]
-    rotary = "learned positions" if family.position_offset else "rotary"
-    if family.latent:
+    rotary = "learned positions" if family.embedding.position_offset else "rotary"
+    if latent:
         rotary += " over `qk_rope_head_dim` dimensions of a head"
-    if family.rotary_part != 1:
-        rotary = f"rotary over {family.rotary_part:.0%} of a head".replace("%", " %")
-    if family.rotary_interleaved or family.latent:
+    if part != 1:
+        rotary = f"rotary over {part:.0%} of a head".replace("%", " %")
+    if family.rotation.interleaved or latent:
         rotary += ", neighbouring dimensions together"
-    if family.rope_by_layer:
+    if family.rotation.by_layer:
         rotary += ", of other bases in layers with windows"
-    if family.unturned_interval:
+    if family.mixer == "unturned":
         rotary += ", but for the layers that `no_rope_layers` says"
-    if family.query_growth:
+    if traits.grows:
         rotary += "; queries grow with their positions, by `llama_4_scaling_beta`"
     rows = [
         ("Attention", "; ".join(filter(None, attention)) or "grouped heads"),
         ("Positions", rotary),
         ("Norms", _norms(family)),
-        ("MLP", "; ".join(filter(None, [_activation(family), experts and f"experts: {experts}"]))),
+        ("MLP", _mlp(family)),
     ]
-    if family.expert_keys:
-        router = "sigmoid with a frozen bias, in float32" if family.sigmoid_router else "softmax, in the model's dtype"
-        if family.expert_groups:
+    if family.experts:
+        router = "sigmoid with a frozen bias, in float32" if family.experts.sigmoid else "softmax, in the model's dtype"
+        if family.experts.in_groups:
             router += "; experts of the `topk_group` best of `n_group` groups"
         rows.append(("Router", router))
     return rows
 
 
 def _norms(family: Family) -> str:
-    if family.norm_eps is not None:
+    if family.norms.eps is not None:
         return "LayerNorm"
-    norm = "RMSNorm times 1 + weight" if family.zero_centered_norms else "RMSNorm"
+    norm = "RMSNorm times 1 + weight" if family.norms.zero_centered else "RMSNorm"
     where = {"before": "", "around": ", in front of attention and MLP and behind them", "behind": ", behind both alone"}
-    return norm + where[family.norms]
+    return norm + where[family.norms.place]
 
 
-def _activation(family: Family) -> str:
-    if family.gelu:
-        return "GELU, approximated by tanh, of a gate"
-    return "SwiGLU" if family.gated else "ReLU"
+ACTIVATIONS = {"swiglu": "SwiGLU", "geglu": "GELU, approximated by tanh, of a gate", "relu": "ReLU"}
 
 
-def _window(family: Family) -> str:
-    if family.window_interval:
+def _mlp(family: Family) -> str:
+    traits, activation = family.experts, ACTIVATIONS[family.mlp.activation]
+    if traits is None:
+        return activation
+    experts = f"{activation}; experts: {listed(traits.count_keys)} of them"
+    if traits.shared_count_key:
+        experts += f", and `{traits.shared_count_key}` for every token"
+    if traits.shared_size_key:
+        experts += f", and one of `{traits.shared_size_key}` for every token, times a sigmoid of a gate"
+    if traits.dense_layers_key:
+        experts += f"; none in the first `{traits.dense_layers_key}` layers"
+    return experts
+
+
+def _window(traits: WindowTraits) -> str:
+    if traits.layers == "layer_types":
         return "a sliding window in the layers that `layer_types` says"
-    if family.all_have_windows:
+    if traits.layers == "all":
         return "a sliding window in all layers, where `sliding_window` gives one"
-    return "a sliding window, where `use_sliding_window` is true" if family.window_switch else "a sliding window"
+    return "a sliding window, where `use_sliding_window` is true" if traits.switch else "a sliding window"
 
 
 def marks(text: str) -> list[str]:

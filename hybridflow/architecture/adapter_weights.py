@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from hybridflow.architecture.latent_weights import ABSORBED, WHOLE
 from hybridflow.architecture.lora import Lora
+from hybridflow.architecture.mixers.latent import ABSORBED, WHOLE
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Shape, Shapes, Weight

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.architecture.family import Family
-from hybridflow.architecture.layer_kinds import Mixer
+from hybridflow.architecture.layer_kinds import MixerName
 from hybridflow.architecture.rope import ORIGINAL, QueryGrowth, Refuse, Rope, is_number, read_rope, rope_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # words of layer_types
-Size = Callable[[str, int], int]  # (key, what a missing one means)
+Size = Callable[[str], int]  # a positive whole number of config.json
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,27 @@ class AttentionFields:
         """The fields of `ModelSpec`. Errors: CheckpointError."""
         mixers = self._mixers()
         rope, window_rope = self._ropes(positions)
-        key = self.family.scale_key
+        key = self.family.attention.scale_key
         return {
             "mixers": mixers,
             "rope": rope,
             "window_rope": window_rope if "window" in mixers and window_rope != rope else (),
-            "query_growth": self._query_growth(rope) if self.family.query_growth else None,
-            "given_scale": self.size(key, self.family.scale_missing) ** -0.5 if key else None,
+            "query_growth": self._query_growth(rope) if self.family.attention.grows else None,
+            "given_scale": self.size(key) ** -0.5 if key else None,
         }
 
-    def _mixers(self) -> tuple[Mixer, ...]:
+    def _mixers(self) -> tuple[MixerName, ...]:
         """Of each layer; (): plain attention in all of them."""
-        if self.family.window_interval:
-            kinds = self._layer_types(self.size("sliding_window_pattern", self.family.window_interval))
+        windows = self.family.windows
+        if windows is not None and windows.layers == "layer_types":
+            kinds = self._layer_types(self.size("sliding_window_pattern"))
             self.refuse("sliding_window", None, SLIDING in kinds and self.window is None, "some layers have windows")
-            mixers: dict[str, Mixer] = {SLIDING: "window", FULL: "attention"}
+            mixers: dict[str, MixerName] = {SLIDING: "window", FULL: "attention"}
             return tuple(mixers[kind] for kind in kinds)
-        if self.family.unturned_interval:
+        if self.family.mixer == "unturned":
             return self._unturned()
-        everywhere: list[Mixer] = ["window"] if self.family.all_have_windows and self.window is not None else []
-        return tuple(everywhere * self.num_layers)
+        everywhere = windows is not None and windows.layers == "all" and self.window is not None
+        return tuple("window" for _ in range(self.num_layers if everywhere else 0))
 
     def _layer_types(self, interval: int) -> list[str]:
         """interval: how often there is full attention, where the file does not say it."""
@@ -56,11 +57,11 @@ class AttentionFields:
         check_layer_types(kinds, (FULL, SLIDING), self.num_layers, self.refuse)
         return list(kinds)
 
-    def _unturned(self) -> tuple[Mixer, ...]:
+    def _unturned(self) -> tuple[MixerName, ...]:
         """By no_rope_layers, which has a 1 for each layer that turns queries and keys."""
         turning: Any = self.raw.get("no_rope_layers")
         if turning is None:
-            interval = self.size("no_rope_layer_interval", self.family.unturned_interval)
+            interval = self.size("no_rope_layer_interval")
             turning = [int((layer + 1) % interval != 0) for layer in range(self.num_layers)]
         known = self._is_of_layers(turning) and all(turns in (0, 1) for turns in turning)
         self.refuse("no_rope_layers", turning, not known, f"must be 1 or 0 for each of {self.num_layers} layers")
@@ -74,11 +75,11 @@ class AttentionFields:
 
     def _ropes(self, positions: int) -> tuple[Rope, Rope]:
         """Of layers with full attention, and of those with windows."""
-        raw, family = self.raw, self.family
-        if family.position_offset:
+        raw, traits, default = self.raw, self.family.rotation, self.family.default("rope_theta")
+        if self.family.embedding.position_offset:
             return (), ()
-        if not family.rope_by_layer:
-            rope = self._rope(raw, family.rope_theta, positions)
+        if not traits.by_layer:
+            rope = self._rope(raw, default, positions)
             return rope, rope
         nested = raw.get("rope_parameters") or {}
         known = isinstance(nested, dict) and set(nested) <= {FULL, SLIDING}
@@ -88,14 +89,14 @@ class AttentionFields:
             self.refuse(f"rope_parameters.{key}", part, not isinstance(part, dict), "must be an object")
         scaling = raw.get("rope_scaling") or {}
         self.refuse("rope_scaling", scaling, not isinstance(scaling, dict), "must be an object")
-        theta = raw.get("rope_theta", family.rope_theta)
-        misread = not family.window_theta_key and theta != family.window_theta
-        self.refuse("rope_theta", theta, misread, f"transformers takes {family.window_theta} for layers with windows")
+        theta = raw.get("rope_theta", default)
+        misread = not traits.window_theta_key and theta != traits.window_theta
+        self.refuse("rope_theta", theta, misread, f"transformers takes {traits.window_theta} for layers with windows")
         full = {"rope_theta": theta} | (nested.get(FULL) or scaling)
-        local = raw.get(family.window_theta_key, family.window_theta) if family.window_theta_key else theta
+        local = raw.get(traits.window_theta_key, traits.window_theta) if traits.window_theta_key else theta
         sliding = {"rope_theta": local} | (nested.get(SLIDING) or {})
-        of_full = self._rope({"rope_parameters": full}, family.rope_theta, positions)
-        return of_full, self._rope({"rope_parameters": sliding}, family.window_theta, positions)
+        of_full = self._rope({"rope_parameters": full}, default, positions)
+        return of_full, self._rope({"rope_parameters": sliding}, traits.window_theta, positions)
 
     def _query_growth(self, rope: Rope) -> QueryGrowth:
         beta = rope_object(self.raw, self.refuse).get("llama_4_scaling_beta")
@@ -104,7 +105,7 @@ class AttentionFields:
         return QueryGrowth(float(beta), int(dict(rope)[ORIGINAL]))
 
     def _rope(self, raw: dict[str, Any], theta: float, positions: int) -> Rope:
-        kinds, given = self.family.rope_kinds, raw.get("rope_parameters") or raw.get("rope_scaling")
+        kinds, given = self.family.rotation.kinds, raw.get("rope_parameters") or raw.get("rope_scaling")
         self.refuse("rope_parameters", given, bool(kinds) and "default" not in kinds and not given, "must be given")
         rope = read_rope(raw, self.refuse, theta=theta, positions=positions)
         kind = dict(rope)["rope_type"]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.architecture.attention_fields import FULL, AttentionFields, check_layer_types
-from hybridflow.architecture.family import ConfigFieldRule, Family
+from hybridflow.architecture.family import POSITIONS, ConfigFieldRule, ExpertTraits, Family
 from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
 from hybridflow.architecture.layer_kinds import DeltaSizes
 from hybridflow.architecture.rope import is_number, rope_object
@@ -24,40 +24,38 @@ class ConfigFields:
 
     def __init__(self, file: Path, raw: dict[str, Any], family: Family, *, wrapped: bool = False) -> None:
         """wrapped: `raw` is a part of the file, that of the language model."""
-        self._file, self._family, self._wrapped = file, family, wrapped
-        self._raw = {**dict(family.missing), **raw}
+        self._file, self._family, self._wrapped, self._raw = file, family, wrapped, raw
 
     def read(self, head: str) -> dict[str, Any]:
         """The fields of `ModelSpec` but for the head. Errors: CheckpointError."""
         family, raw = self._family, self._raw
-        missing = [key for key in family.required if not is_number(raw.get(key))]
-        if missing:
-            raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
+        for key in family.required:
+            value = raw.get(key, family.missing.get(key))
+            if not is_number(value):
+                raise CheckpointError(f"{self._file}: {key} is missing or no number: {value!r}")
         self._check_rules()
         hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
         head_dim, kv_heads = hidden // heads, heads
-        if family.grouped:
-            head_dim, kv_heads = (
-                self._size("head_dim", family.head_dim or head_dim),
-                self._size("num_key_value_heads", self._missing("num_key_value_heads", family.kv_heads) or heads),
-            )
-        positions = self._size("max_position_embeddings", family.max_positions)
+        if family.attention.grouped:
+            head_dim = self._size("head_dim", family.default("head_dim") or head_dim)
+            kv_heads = self._size("num_key_value_heads", self._given("num_key_value_heads") or heads)
+        positions = self._size(POSITIONS)
         num_layers, window = self._size("num_hidden_layers", most=MOST_LAYERS), self._window()
         attention = AttentionFields(raw, family, self._refuse, self._size, num_layers=num_layers, window=window).read(
             positions
         )
-        part = self._rotary_part()
+        part, norms_key = self._rotary_part(), family.attention.norms_key
         found = dict(
             path=self._file.parent,
             family=family.name,
             num_layers=num_layers,
             hidden_size=hidden,
-            ffn_hidden_size=self._size(family.ffn_key),
+            ffn_hidden_size=self._size(family.mlp.size_key),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=self._size("vocab_size"),
-            norm_eps=family.norm_eps or raw["rms_norm_eps"],
+            norm_eps=family.norms.eps or self._given("rms_norm_eps"),
             tied=head == "lm" and self._tied(),
             max_positions=positions,
             projected_size=self._projected_size(hidden),
@@ -65,15 +63,15 @@ class ConfigFields:
             rotary_dim=None if part == 1 else int(head_dim * part),
             sliding_window=window,
             pad_token_id=self._pad_token_id(),
-            qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
-            **(self._experts() if family.expert_keys else {}),
-            **self._prediction_layers(),
-            **attention | (self._delta_nets() if family.delta_nets else {}),
+            qk_norm_given=bool(raw.get(norms_key)) if norms_key else None,
+            **(self._experts(family.experts) if family.experts else {}),
+            **self._prediction_layers(family.prediction.key),
+            **attention | (self._delta_nets() if family.mixer == "delta_net" else {}),
         )
         self._refuse(
             "num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide num_attention_heads = {heads}"
         )
-        if family.latent:
+        if family.mixer == "latent":
             check_rope(dict(attention["rope"]), self._refuse)
             found |= read_latent(raw, family, self._size, self._refuse)
             found["block_fp8"] = is_block_fp8(raw, family)
@@ -86,20 +84,20 @@ class ConfigFields:
         return found
 
     def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
-        """A positive whole number; `default` where the file leaves it out."""
+        """A positive whole number; where the file leaves it out or has null, `default`, else the family's."""
         value = self._raw.get(key)
-        if value is None and default is not None:
-            return default
+        if value is None:
+            value = self._family.default(key) if default is None else default
         if not is_number(value) or value != int(value) or not 0 < value <= most:
             raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)
 
-    def _missing(self, key: str, default: int | None) -> int | None:
-        """The default of a field that is not there; a null is none."""
-        return None if key in self._raw else default
+    def _given(self, key: str) -> Any:
+        """A field, or what a missing one means; a null stays null."""
+        return self._raw.get(key, self._family.default(key))
 
     def _pad_token_id(self) -> int | None:
-        value = self._raw.get("pad_token_id", self._family.pad_token_id)
+        value = self._given("pad_token_id")
         wrong = value is not None and (not is_number(value) or value != int(value))
         self._refuse("pad_token_id", value, wrong, "must be a token id or null")
         return None if value is None or value < 0 else int(value)  # older files have -1 for none
@@ -112,76 +110,73 @@ class ConfigFields:
         for rule in (*self._family.rules, CAUSAL):
             value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
-        eps = raw.get("rms_norm_eps", 0.0)
+        eps = raw.get("rms_norm_eps", self._family.missing.get("rms_norm_eps", 0.0))
         self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
 
     def _tied(self) -> bool:
         """Whether the output layer is the embedding."""
         names = wrapped_names if self._wrapped else lambda name: [name]
-        heads, embeddings = names(HEAD), names(self._family.embedding)
-        return bool(self._raw.get(TIED, self._family.tied)) and not has_own_head(
+        heads, embeddings = names(HEAD), names(self._family.embedding.name)
+        return bool(self._given(TIED)) and not has_own_head(
             self._file.parent, heads, embeddings, self._size("vocab_size")
         )
 
     def _projected_size(self, hidden: int) -> int | None:
-        key = self._family.embedding_size_key
+        key = self._family.embedding.size_key
         size = self._size(key, hidden) if key else hidden
         return None if size == hidden else size
 
     def _post_norm(self) -> bool:
-        key = self._family.pre_norm_key
+        key = self._family.norms.before_key
         before = self._raw.get(key, True) if key else True
         self._refuse(key, before, not isinstance(before, bool), "must be true or false")
         return not before
 
-    def _experts(self) -> dict[str, Any]:
-        keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
+    def _experts(self, traits: ExpertTraits) -> dict[str, Any]:
+        keys = [key for key in traits.count_keys if self._raw.get(key) is not None]
         if not keys:
-            named = " or ".join(self._family.expert_keys)
+            named = " or ".join(traits.count_keys)
             raise CheckpointError(f"{self._file}: {named} is missing or no number: None")
         num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
         self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
-        normalize = self._family.normalize_router
-        if normalize is None:
-            normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
-        found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
-        found |= read_groups(self._raw, self._family, num_experts, chosen, self._refuse)
-        return found | self._dense_layers() | self._shared_experts() | self._scaling()
+        normalize = bool(self._given("norm_topk_prob")) if traits.normalizes is None else traits.normalizes
+        found: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        if traits.in_groups:
+            found |= read_groups(self._given("n_group"), self._given("topk_group"), num_experts, chosen, self._refuse)
+        if traits.sigmoid:
+            found["routed_scaling"] = self._scaling()
+        return found | self._dense_layers(traits.dense_layers_key) | self._shared_experts(traits)
 
-    def _dense_layers(self) -> dict[str, Any]:
-        key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
-        count = dense_layers(self._raw, self._family, self._refuse) if key else 0
+    def _dense_layers(self, key: str) -> dict[str, Any]:
+        most = self._size("num_hidden_layers", most=MOST_LAYERS) - 1
+        count = dense_layers(self._raw, self._family, key, self._refuse) if key else 0
         wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
         self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
         return (
             {"num_dense_layers": int(count), "dense_ffn_hidden_size": self._size("intermediate_size")} if count else {}
         )
 
-    def _prediction_layers(self) -> dict[str, Any]:
-        key = self._family.prediction_layers_key
-        count = self._raw.get(key, self._family.prediction_layers_missing) if key else 0
+    def _prediction_layers(self, key: str) -> dict[str, Any]:
+        count = self._given(key) if key else 0
         return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
 
-    def _shared_experts(self) -> dict[str, Any]:
-        if self._family.shared_size_key:
-            return {"shared_ffn_hidden_size": self._size(self._family.shared_size_key, 512)}
-        key = self._family.shared_experts_key
-        count = self._raw.get(key, 1) if key else 0
-        if not count:
+    def _shared_experts(self, traits: ExpertTraits) -> dict[str, Any]:
+        if traits.shared_size_key:
+            return {"shared_ffn_hidden_size": self._size(traits.shared_size_key)}
+        key = traits.shared_count_key
+        if not key or not self._given(key):
             return {}
-        return {"shared_ffn_hidden_size": self._size(key, count, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
+        return {"shared_ffn_hidden_size": self._size(key, most=MOST_LAYERS) * self._size(self._family.mlp.size_key)}
 
-    def _scaling(self) -> dict[str, Any]:
-        if not self._family.sigmoid_router:
-            return {}
-        factor = self._raw.get("routed_scaling_factor", self._family.routed_scaling)
+    def _scaling(self) -> float:
+        factor = self._given("routed_scaling_factor")
         self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
-        return {"routed_scaling": float(factor)}
+        return float(factor)
 
     def _delta_nets(self) -> dict[str, Any]:
         """Which layers are gated delta nets, and the sizes of these."""
         raw, num_layers = self._raw, self._size("num_hidden_layers", most=MOST_LAYERS)
-        interval = self._size("full_attention_interval", 4)
+        interval = self._size("full_attention_interval")
         kinds = raw.get("layer_types")
         if kinds is None:
             kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
@@ -189,11 +184,11 @@ class ConfigFields:
         for kind in (FULL, LINEAR):
             self._refuse("layer_types", "...", kind not in kinds, f"some of the layers must be {kind}")
         sizes = DeltaSizes(
-            key_heads=self._size("linear_num_key_heads", 16),
-            value_heads=self._size("linear_num_value_heads", 32),
-            key_dim=self._size("linear_key_head_dim", 128),
-            value_dim=self._size("linear_value_head_dim", 128),
-            kernel=self._size("linear_conv_kernel_dim", 4),
+            key_heads=self._size("linear_num_key_heads"),
+            value_heads=self._size("linear_num_value_heads"),
+            key_dim=self._size("linear_key_head_dim"),
+            value_dim=self._size("linear_value_head_dim"),
+            kernel=self._size("linear_conv_kernel_dim"),
         )
         self._refuse("linear_conv_kernel_dim", sizes.kernel, sizes.kernel < 2, "must be at least 2")
         uneven = sizes.value_heads % sizes.key_heads > 0
@@ -204,21 +199,17 @@ class ConfigFields:
 
     def _window(self) -> int | None:
         """The sliding window that attention has, if any."""
-        raw, family = self._raw, self._family
-        if not family.has_window or (family.window_switch and not raw.get("use_sliding_window")):
+        windows = self._family.windows
+        if windows is None or (windows.switch and not self._raw.get("use_sliding_window")):
             return None
-        if raw.get("sliding_window", family.window) is None:
-            return None
-        return self._size("sliding_window", family.window)
+        return None if self._given("sliding_window") is None else self._size("sliding_window")
 
     def _rotary_part(self) -> float:
         """The share of a head's dimensions that turn."""
-        default = self._family.rotary_part
-        part: float = rope_object(self._raw, self._refuse).get(
-            "partial_rotary_factor", self._raw.get("partial_rotary_factor", default)
-        )
+        key, default = "partial_rotary_factor", self._family.default("partial_rotary_factor")
+        part: float = rope_object(self._raw, self._refuse).get(key, self._given(key))
         partial = is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
-        self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
+        self._refuse(key, part, not partial, f"must be 1 in the family {self._family.name}")
         return part
 
     def _refuse(self, key: str, value: object, refused: bool, rule: str) -> None:

@@ -18,7 +18,7 @@ BEST_OF_GROUP = 2  # experts whose scores are a group's
 def read_latent(raw: dict[str, Any], family: Family, size: Size, refuse: Refuse) -> dict[str, Any]:
     """Fields of `ModelSpec` of a model whose layers are all of latent attention."""
     heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
-    kv_heads = raw.get("num_key_value_heads", family.kv_heads)
+    kv_heads = raw.get("num_key_value_heads", family.default("num_key_value_heads"))
     refuse("num_key_value_heads", kv_heads, kv_heads not in (heads, None), f"must be {heads}: each head has its own")
     refuse("q_lora_rank", None, "q_lora_rank" not in raw, "must be there, null where queries are not narrow")
     sizes = LatentSizes(
@@ -51,13 +51,8 @@ def check_rope(rope: dict[str, Any], refuse: Refuse) -> None:
     refuse("truncate of rope_type yarn", False, rope.get("truncate") is False, "vLLM always rounds in this family")
 
 
-def read_groups(raw: dict[str, Any], family: Family, num_experts: int, chosen: int, refuse: Refuse) -> dict[str, Any]:
-    """How many groups the experts are in, and how many groups a token's experts may be of."""
-    if family.expert_groups is None:
-        return {}
-    groups, of_token = (
-        raw.get(key, missing) for key, missing in zip(("n_group", "topk_group"), family.expert_groups, strict=True)
-    )
+def read_groups(groups: Any, of_token: Any, num_experts: int, chosen: int, refuse: Refuse) -> dict[str, Any]:
+    """How many groups the experts are in, and how many of these a token's experts may be of."""
     whole = is_number(groups) and groups == int(groups) and groups > 0 and num_experts % groups == 0
     refuse("n_group", groups, not whole, f"must divide {num_experts} experts")
     few = is_number(of_token) and of_token == int(of_token) and 0 < of_token <= groups
@@ -69,19 +64,19 @@ def read_groups(raw: dict[str, Any], family: Family, num_experts: int, chosen: i
     return {"expert_groups": int(groups), "chosen_groups": int(of_token)}
 
 
-def dense_layers(raw: dict[str, Any], family: Family, refuse: Refuse) -> Any:
+def dense_layers(raw: dict[str, Any], family: Family, key: str, refuse: Refuse) -> Any:
     """How many of the first layers have no experts, by the family's key or, as transformers 5 has it, by layer."""
-    kinds = raw.get("mlp_layer_types") if family.latent else None
-    missing = family.dense_layers_missing
+    kinds = raw.get("mlp_layer_types") if family.mixer == "latent" else None
+    missing = family.default(key)
     if kinds is not None:
         refuse("mlp_layer_types", kinds, not isinstance(kinds, list), "must be a list")
         first = [kind == "dense" for kind in kinds].index(False) if "sparse" in kinds else len(kinds)
         ordered = list(kinds) == ["dense"] * first + ["sparse"] * (len(kinds) - first)
         refuse("mlp_layer_types", kinds, not ordered, "dense layers among layers of experts are not supported")
         missing = first
-    count = raw.get(family.dense_layers_key, missing)
+    count = raw.get(key, missing)
     differs = kinds is not None and count != missing
-    refuse(family.dense_layers_key, count, differs, f"mlp_layer_types has {missing} dense layers")
+    refuse(key, count, differs, f"mlp_layer_types has {missing} dense layers")
     return count
 
 
@@ -98,10 +93,10 @@ def is_block_fp8(raw: dict[str, Any], family: Family) -> bool:
 
 def told_to_engines(family: Family, num_dense_layers: int) -> dict[str, Any]:
     """Fields that vLLM 0.32.0 reads and transformers 5 does not write, of these families."""
-    if not family.latent:
+    if family.mixer != "latent" or family.experts is None:
         return {}
     return {
         "topk_method": "noaux_tc",  # else vLLM's router has no bias
         "scoring_func": "sigmoid",  # else it is a softmax
-        family.dense_layers_key: num_dense_layers,
+        family.experts.dense_layers_key: num_dense_layers,
     }

@@ -5,15 +5,15 @@ from typing import Literal, NamedTuple
 # What lets the tokens of a sequence read each other. window: attention that reaches back `sliding_window` tokens;
 # latent: attention to keys and values that are made of one narrow vector a token (MLA); delta_net: a gated delta net;
 # unturned: attention whose queries and keys no rotary embedding turns (NoPE).
-Mixer = Literal["attention", "window", "latent", "delta_net", "unturned"]
-Mlp = Literal["dense", "experts"]  # what a token goes through behind it
+MixerName = Literal["attention", "window", "latent", "delta_net", "unturned"]
+MlpName = Literal["dense", "experts"]  # what a token goes through behind it
 
 
 class LayerKind(NamedTuple):
     """What a layer is made of."""
 
-    mixer: Mixer = "attention"
-    mlp: Mlp = "dense"
+    mixer: MixerName = "attention"
+    mlp: MlpName = "dense"
 
 
 DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.attention_fields import FULL, SLIDING
 from hybridflow.architecture.config_fields import TIED, ConfigFields
-from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.families import BY_NAME, FAMILIES
 from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
-from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, Mixer, Mlp
+from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, MixerName, MlpName
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.refused import REFUSED
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
@@ -64,7 +64,7 @@ class ModelSpec:
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
     wrapped: bool = False  # what reads images lies beside the language model, and is left out
-    mixers: tuple[Mixer, ...] = ()  # of each layer; (): all attention
+    mixers: tuple[MixerName, ...] = ()  # of each layer; (): all attention
     delta: DeltaSizes | None = None  # of the layers that are gated delta nets
     latent: LatentSizes | None = None  # of a model whose layers are all of latent attention
     num_experts: int = 0  # 0: one dense MLP
@@ -90,14 +90,15 @@ class ModelSpec:
     @property
     def traits(self) -> Family:
         """What the whole family has in common."""
-        return next(family for family in FAMILIES.values() if family.name == self.family)
+        return BY_NAME[self.family]
 
     @property
     def qk_norm(self) -> bool:
-        return self.traits.qk_norm if self.qk_norm_given is None else self.qk_norm_given
+        """Over each head."""
+        return self.traits.attention.norms == "heads" if self.qk_norm_given is None else self.qk_norm_given
 
     def layer_kind(self, layer: int) -> LayerKind:
-        mlp: Mlp = "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
+        mlp: MlpName = "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
         return LayerKind(self.mixers[layer] if self.mixers else "attention", mlp)
 
     @cached_property
@@ -105,7 +106,7 @@ class ModelSpec:
         """The kinds that there are, in the order in which they come first."""
         return tuple(dict.fromkeys(map(self.layer_kind, range(self.num_layers))))
 
-    def mlp_size(self, mlp: Mlp) -> int:
+    def mlp_size(self, mlp: MlpName) -> int:
         """Size of what every token of a layer goes through: the MLP, or the shared expert; 0 where there is none."""
         if mlp == "experts":
             return self.shared_ffn_hidden_size
@@ -114,12 +115,12 @@ class ModelSpec:
     @property
     def num_query_blocks(self) -> int:
         """Heads of queries, and of their gates where there are any: blocks of `head_dim` rows in front of the keys."""
-        return self.num_heads * (2 if self.traits.output_gate else 1)
+        return self.num_heads * (2 if self.traits.attention.gate else 1)
 
     @property
-    def num_attention_layers(self) -> int:
-        """Those that keep keys and values of each token."""
-        return sum(self.layer_kind(layer).mixer != "delta_net" for layer in range(self.num_layers))
+    def has_norms_in_front(self) -> bool:
+        """Of attention and MLP."""
+        return not self.post_norm and self.traits.norms.place != "behind"
 
     @property
     def padded_vocab_size(self) -> int:
@@ -133,7 +134,7 @@ class ModelSpec:
     @property
     def num_positions(self) -> int:
         """Rows of the table of learned positions."""
-        return self.max_positions + self.traits.position_offset
+        return self.max_positions + self.traits.embedding.position_offset
 
     @property
     def language_model(self) -> str:
@@ -160,7 +161,7 @@ class ModelSpec:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
         self._check_divides(key, tp, "num_attention_heads", self.num_heads)
         if not self.num_experts:
-            self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
+            self._check_divides(key, tp, self.traits.mlp.size_key, self.ffn_hidden_size)
         if self.num_dense_layers:
             self._check_divides(key, tp, "intermediate_size", self.dense_ffn_hidden_size)
         self._check_divides(key, tp, "the size of shared experts", self.shared_ffn_hidden_size)
@@ -171,7 +172,7 @@ class ModelSpec:
                 f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
                 f"of that number: {many} = {many // few} x {few} + {many % few}"
             )
-        if self.traits.wide_qk_norm and tp > self.num_kv_heads:
+        if self.traits.attention.norms == "all" and tp > self.num_kv_heads:
             raise ConfigError(
                 f"{key} = {tp} exceeds num_key_value_heads = {self.num_kv_heads} of {self.path}, whose keys have one "
                 "norm over all heads"
@@ -195,8 +196,8 @@ class ModelSpec:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert."""
         if not self.num_experts:
             return
-        self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
-        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
+        self._check_divides(key, tp, self.traits.mlp.size_key, self.ffn_hidden_size)
+        for what, count in ((self.traits.mlp.size_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
             if count % EXPERT_MULTIPLE:
                 raise ConfigError(
                     f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
@@ -248,16 +249,16 @@ class ModelSpec:
     def engine_fields(self) -> dict[str, Any]:
         """What of config.json an engine reads otherwise: what transformers 5 leaves out, what we have changed."""
         found = told_to_engines(self.traits, self.num_dense_layers)
-        if self.traits.router_in_dtype:
+        if self.traits.experts is not None and self.traits.experts.router_in_dtype:
             found["moe_router_dtype"] = "float32"  # as transformers and the trainer compute the router's logits
         found |= engines_growth(self.query_growth)
         return found | ({"quantization_config": None} if self.block_fp8 else {})
 
     def rotary(self) -> Rotary | None:
         """What queries and keys are turned by; None where positions are learned."""
-        if self.traits.position_offset:
+        if self.traits.embedding.position_offset:
             return None
-        layers = FULL if self.traits.rope_by_layer else None
+        layers = FULL if self.traits.rotation.by_layer else None
         return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim, layers=layers)
 
     def window_rotary(self) -> Rotary | None:
@@ -295,7 +296,7 @@ def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Fa
     inside = [family for family in FAMILIES.values() if family.wrapper == architecture]
     first, kind = inside[0], text.get("model_type")
     family = next((each for each in inside if (each.model_type or each.name) == kind), first)
-    text = {"model_type": first.model_type or first.name} | text | {TIED: family.wrapper_tied}
+    text = {"model_type": first.model_type or first.name} | text | {TIED: family.default("wrapper's " + TIED)}
     shared = (TIED, "is_causal", "quantization_config", "compression_config")
     return family, text | {key: raw[key] for key in shared if key in raw}
 
@@ -359,7 +360,7 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
 
     A separate output layer is declared untied, also where the source's config.json said otherwise.
     """
-    fewer: dict[str, Any] = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
+    fewer: dict[str, Any] = {spec.traits.prediction.key: 0} if spec.num_prediction_layers else {}
     fewer |= told_to_engines(spec.traits, spec.num_dense_layers)
     fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)

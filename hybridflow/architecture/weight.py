@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.shards import Split
@@ -12,6 +12,7 @@ from hybridflow.parallel.layout import Group
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
 Runs = Callable[[ModelSpec], tuple[int, ...]]
+LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,33 @@ class Table:
     embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
     layers: Mapping[LayerKind, tuple[Weight, ...]]  # of each kind that there may be
     final: tuple[Weight, ...]  # between the last layer and the head: a norm
+
+
+def hidden(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size,),)
+
+
+def at_top(megatron: str, name: str, split: Split, shapes: Shapes) -> Weight:
+    """Of no layer."""
+    return Weight(megatron, (name,), name, split, shapes)
+
+
+def in_layer(
+    megatron: str, hf: str, split: Split, shapes: Shapes, *, at: str = LAYERS, engine: str = "", **others: Any
+) -> Weight:
+    """hf: the names of the parts, separated by spaces; the engine's is the same where it is not given.
+
+    others: fields of `Weight`.
+    """
+    parts = tuple(at + name for name in hf.split())
+    return Weight("decoder.layers.{layer}." + megatron, parts, at + (engine or hf), split, shapes, **others)
+
+
+def with_bias(
+    megatron: str, name: str, weight: tuple[Split, Shapes], bias: tuple[Split, Shapes], stored: str = ""
+) -> tuple[Weight, ...]:
+    """Weight and bias of a layer of OPT, whose engine calls them as HuggingFace does."""
+    return tuple(
+        in_layer(f"{megatron}.{kind}", f"{name}.{kind}", *cut, stored=stored and stored + kind, at=OPT_LAYERS)
+        for kind, cut in (("weight", weight), ("bias", bias))
+    )

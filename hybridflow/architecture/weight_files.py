@@ -18,8 +18,9 @@ from hybridflow.architecture.fused_experts import open_safetensors
 from hybridflow.architecture.parts import Block, blocks, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.tables import FUSED_NAMES
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import FUSED_NAMES, model_weights, stored_at
+from hybridflow.architecture.weights import model_weights, stored_at
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import sync
 from hybridflow.formats.distributed_directory import BACKEND, DESCRIPTION, DistributedDirectory, is_distributed

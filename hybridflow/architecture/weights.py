@@ -15,47 +15,10 @@ from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.adapter_weights import adapter_weights
-from hybridflow.architecture.latent_weights import latent_attention
-from hybridflow.architecture.layer_kinds import DENSE, LayerKind
+from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.spec import Head, ModelSpec
-from hybridflow.architecture.tables import (
-    GATED_SHARED_EXPERT,
-    LM_HEAD,
-    NORM_IN_FC1,
-    NORM_IN_QKV,
-    OPT_POST_NORM_LAYER,
-    PROJECT_IN,
-    PROJECT_OUT,
-    QK_NORM,
-    SHARED_EXPERT,
-    TABLES,
-    VALUE_HEAD,
-)
-from hybridflow.architecture.weight import Table, Weight
-
-# Transformer Engine fuses the norms into the linear layers that follow them.
-FUSED_NAMES = {NORM_IN_QKV: "input_layernorm.", NORM_IN_FC1: "pre_mlp_layernorm."}
-
-
-def table_of(spec: ModelSpec) -> Table:
-    """The family's table, with what sets single models apart: norms after the residual sums, projected embeddings."""
-    table = TABLES[spec.family]
-    if spec.post_norm:
-        assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
-        table = replace(table, layers={DENSE: OPT_POST_NORM_LAYER}, final=())
-    if spec.latent is not None:
-        attention = latent_attention(spec.latent)
-        table = replace(table, layers={kind: (*attention, *layer) for kind, layer in table.layers.items()})
-    if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
-        table = replace(table, layers={kind: (*layer, *QK_NORM) for kind, layer in table.layers.items()})
-    if spec.shared_ffn_hidden_size:
-        expert = GATED_SHARED_EXPERT if spec.traits.shared_size_key else SHARED_EXPERT
-        shared = {kind: expert if kind.mlp == "experts" else () for kind in table.layers}
-        table = replace(table, layers={kind: (*layer, *shared[kind]) for kind, layer in table.layers.items()})
-    if spec.projected_size:
-        tokens, *others = table.embeddings
-        table = replace(table, embeddings=(tokens, PROJECT_IN, *others), final=(*table.final, PROJECT_OUT))
-    return table
+from hybridflow.architecture.tables import FUSED_NAMES, LM_HEAD, VALUE_HEAD, table_of
+from hybridflow.architecture.weight import Weight
 
 
 def embedding(spec: ModelSpec) -> Weight:

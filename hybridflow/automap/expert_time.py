@@ -56,7 +56,7 @@ class ExpertWork:
     def matrices(self) -> list[tuple[float, float]]:
         """(k, n) of an expert on a rank."""
         hidden, width = float(self.spec.hidden_size), self.spec.ffn_hidden_size / self.cut.expert_tp
-        return [(hidden, (2 if self.spec.traits.gated else 1) * width), (width, hidden)]
+        return [(hidden, (2 if self.spec.traits.mlp.gated else 1) * width), (width, hidden)]
 
     def held(self, tokens: float) -> float:
         """Experts of a rank that some of so many tokens on each sender choose, all alike in favour."""
@@ -82,7 +82,7 @@ class ExpertWork:
 
     def activation_bytes(self) -> float:
         """Of `elementwise_bytes`, those of activations."""
-        width = (5 if self.spec.traits.gated else 2) * self.spec.ffn_hidden_size / self.cut.expert_tp
+        width = (5 if self.spec.traits.mlp.gated else 2) * self.spec.ffn_hidden_size / self.cut.expert_tp
         return self.device.itemsize(self.dtype) * self.copies * width
 
     @property

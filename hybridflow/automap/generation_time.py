@@ -11,13 +11,12 @@ Of responses with mean length mu and longest L the share that still runs after s
 from dataclasses import dataclass
 from math import ceil
 
-from hybridflow.architecture.flops import mixer_shares
+from hybridflow.architecture.mixers.known import mixer_shares
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.mean_rows import Pass
 from hybridflow.automap.role_time import Model
 from hybridflow.parallel.layout import Cut
-from hybridflow.placement.cache_blocks import state_bytes, token_bytes
 
 # of a layer with experts beyond those of an MLP, in vLLM 0.32.0: the router, the k largest, two that sort, the sum
 ROUTING_KERNELS = 5
@@ -100,12 +99,8 @@ def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost
 
 def cache_bytes_read(spec: ModelSpec, *, tp: int, itemsize: int, context: float) -> float:
     """Of a sequence's token in a layer in the mean: keys and values, with a window the last; a state, written again."""
-    token, shares = token_bytes(spec, tp=tp, itemsize=itemsize), dict(mixer_shares(spec))
-    states, windows = shares.pop("delta_net", 0.0), shares.pop("window", 0.0)
-    read = token * context * sum(shares.values())
-    if windows:
-        read += token * min(context, spec.sliding_window or context) * windows
-    return read + (2 * state_bytes(spec, tp=tp, itemsize=itemsize) * states if states else 0.0)
+    shares = mixer_shares(spec).items()
+    return sum(share * mixer.cache(spec, tp=tp, itemsize=itemsize).read(context) for mixer, share in shares)
 
 
 def _sampled(model: Model, sequences: float) -> Cost:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from hybridflow.architecture.flops import mean_mixing_flops, mixer_products, mixer_shares
+from hybridflow.architecture.flops import mean_mixing_flops
+from hybridflow.architecture.mixers.known import mixer_shares
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.context_time import ContextWork
 from hybridflow.automap.cost import Cost, Device, total
@@ -105,7 +106,7 @@ class Model:
     def _mlp_again(self, mb: Pass, size: float) -> Cost:
         """Products of a dense MLP, and its activation."""
         products = [self._product(mb.tokens, k, n) for k, n in self._mlp(size / self.tp)]
-        width = (5 if self.spec.traits.gated else 2) * size / self.tp
+        width = (5 if self.spec.traits.mlp.gated else 2) * size / self.tp
         return total((*products, self._passes(mb, self.device.itemsize(self.dtype) * width)))
 
     def _passes(self, mb: Pass, size: float) -> Cost:
@@ -147,27 +148,14 @@ class Model:
         """
         spec, tp = self.spec, self.tp
         hidden, attention = float(spec.hidden_size), list[tuple[float, float]]()
+        split = tp if self.sequence_parallel else 1
         for mixer, share in mixer_shares(spec).items():
-            if mixer == "latent":  # of all layers
-                attention += self._latent_products()
-                continue
-            (k, n), (inner, out) = mixer_products(spec, mixer, tp=tp)
-            attention += [(k, n * share), (inner * share, out)]
+            *into, (inner, out) = mixer.products(spec, tp=tp, split=split)
+            attention += [*((k, n * share) for k, n in into), (inner * share, out)]
         if self.experts is None:
             return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
         shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
         return [*attention, (hidden, float(spec.num_experts)), *shared]
-
-    def _latent_products(self) -> list[tuple[float, float]]:
-        """With sequence parallelism the first is of this rank's tokens."""
-        (hidden, narrow), *others = mixer_products(self.spec, "latent", tp=self.tp)
-        return [(hidden, narrow / (self.tp if self.sequence_parallel else 1)), *others]
-
-    @property
-    def _padding(self) -> float:
-        """Operations of attention over those of the model: kernels take v for as wide as q."""
-        latent = self.spec.latent
-        return 1.0 if latent is None else 2 * latent.head_dim / (latent.head_dim + latent.value_dim)
 
     def _mlp(self, width: float) -> list[tuple[float, float]]:
         hidden = float(self.spec.hidden_size)
@@ -190,14 +178,14 @@ class Model:
 
     @property
     def _gates(self) -> int:
-        return 2 if self.spec.traits.gated else 1
+        return 2 if self.spec.traits.mlp.gated else 1
 
     def _product(self, m: float, k: float, n: float) -> Cost:
         return self.device.product(m, k, n, dtype=self.dtype, busy=self.tp)
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
         """2.5 times as many operations backward as forward (Dao et al. 2022)."""
-        mixing = mean_mixing_flops(self.spec, pairs=mb.pairs, tokens=mb.tokens) * self._padding
+        mixing = mean_mixing_flops(self.spec, pairs=mb.pairs, tokens=mb.tokens, padded=True)
         operations = mixing / self.tp * (BACKWARD_ATTENTION if backward else 1.0)
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
@@ -216,11 +204,11 @@ class Model:
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sp = self.tp if self.sequence_parallel else 1
         wide = spec.shared_ffn_hidden_size if self.experts else spec.ffn_hidden_size
-        width = (5 if spec.traits.gated else 2) * wide
+        width = (5 if spec.traits.mlp.gated else 2) * wide
         own = b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
-        if spec.latent is not None:  # norms of the narrow vectors; of each head v is padded, and cut again
-            narrow = spec.latent.narrow - spec.latent.rotary_dim
-            own += b * (4 * narrow / sp + 4 * spec.num_heads * spec.latent.value_dim / self.tp)
+        for mixer, share in mixer_shares(spec).items():
+            of_heads, of_token = mixer.elementwise(spec)
+            own += share * b * (of_token / sp + of_heads / self.tp)
         return own + self.experts.elementwise_bytes() if self.experts else own
 
     def _messages(self, mb: Pass, *, backward: bool) -> Cost:

@@ -55,7 +55,7 @@ class Survey:
 
     def dropped_lines(self) -> list[str]:
         """`NAME (32 tensors): why`, one line a kind of tensor."""
-        at = (*VISION, *filter(None, [self.spec.traits.prediction_layers_at]))
+        at = (*VISION, *filter(None, [self.spec.traits.prediction.at]))
         kinds = Counter(
             (next((f"{each}*" for each in at if name.startswith(each)), fold(name)), why)
             for name, why in self.dropped.items()
@@ -127,9 +127,9 @@ def _why_not_needed(files: CheckpointFiles, spec: ModelSpec, weights: dict[str, 
     if any(fnmatchcase(name, pattern) for pattern in DERIVED):
         return "follows from config.json"
     behind = range(spec.num_layers, spec.num_layers + spec.num_prediction_layers)
-    at = [spec.traits.prediction_layers_at] if spec.traits.prediction_layers_at else []
+    at = [spec.traits.prediction.at] if spec.traits.prediction.at else []
     if name.startswith((*at, *(f"model.layers.{layer}." for layer in behind))):
-        return f"of a layer that guesses further tokens ({spec.traits.prediction_layers_key}), which is not trained"
+        return f"of a layer that guesses further tokens ({spec.traits.prediction.key}), which is not trained"
     if spec.wrapped and name.startswith(VISION):
         return "of what reads images, which is left out"
     if name != LM_HEAD.hf[0] or not spec.tied:

@@ -97,7 +97,7 @@ class PackedModel(LanguageModule):
             finish: Any = getattr(module, "finish_init", None)
             if finish is not None:  # Transformer Engine's layers: no recipe of quantization
                 finish(None)
-        self._position_offset, self._query_growth = spec.traits.position_offset, spec.query_growth
+        self._position_offset, self._query_growth = spec.traits.embedding.position_offset, spec.query_growth
         # plain attributes: as buffers they would be cast to the weights' dtype
         self.rotary, self.window_rotary = _on_device(spec.rotary()), _on_device(spec.window_rotary())
 
@@ -249,10 +249,10 @@ def _embedding(config: TransformerConfig, spec: ModelSpec, tp_group: ProcessGrou
         config,
         spec.padded_vocab_size,
         spec.num_positions,
-        position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
+        position_embedding_type="learned_absolute" if spec.traits.embedding.position_offset else "none",
         tp_group=tp_group,
     )
-    if spec.traits.scaled_embeddings:
+    if spec.traits.embedding.scaled:
         made.word_embeddings = ScaledEmbedding(
             config, spec.padded_vocab_size, tp_group, scatters=made.reduce_scatter_embeddings
         )

@@ -24,8 +24,8 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from hybridflow.architecture.latent_weights import NORM_EPS
 from hybridflow.architecture.layer_kinds import LatentSizes
+from hybridflow.architecture.mixers.latent import NORM_EPS
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
 from hybridflow.models.context import ContextSpans, begin_gather, of_all_ranks
 from hybridflow.models.context_attention import attention_to_whole

@@ -4,7 +4,6 @@ megatron's own local layers, or Transformer Engine's, with our norms, activation
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,39 +22,27 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 
 from hybridflow.architecture.family import Family
-from hybridflow.architecture.layer_kinds import LayerKind, Mixer
+from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.mixers.known import MIXERS
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config.recompute import Recompute
-from hybridflow.models.attention import AttentionFunctions, GroupedSelfAttention, HeadNorms, PackedAttention
-from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.experts import MixtureOfExperts, NarrowSigmoidRouter, Router, SigmoidRouter
-from hybridflow.models.gated_attention import GatedSelfAttention
-from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import (
-    attention_functions,
-    delta_rule_function,
     device_arguments,
     expert_kernels,
     has_transformer_engine,
     layer_classes,
-    linear_classes,
 )
-from hybridflow.models.layers import GeGLU, LayerNorm, ReLU, ZeroCenteredHeadNorm, ZeroCenteredRMSNorm
+from hybridflow.models.layers import GeGLU, ReLU
+from hybridflow.models.mixer_modules import mixer_module, norm_class, submodules
 from hybridflow.models.norms_behind import NormsBehindLayer
 from hybridflow.models.opt import PostNormLayer
-from hybridflow.models.recomputation import add_own_modules, attention_runs_again, megatron_arguments, runs_again
-from hybridflow.models.wide_norm import WideHeadNorm
-from hybridflow.models.window_attention import UnturnedAttention, WindowAttention
+from hybridflow.models.recomputation import add_own_modules, megatron_arguments, runs_again
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
 
 Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CORE_ATTENTION: dict[Mixer, type[PackedAttention]] = {
-    "attention": PackedAttention,
-    "window": WindowAttention,
-    "unturned": UnturnedAttention,
-}
 
 
 def transformer_config(
@@ -76,16 +63,16 @@ def transformer_config(
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
-        normalization="LayerNorm" if traits.norm_eps else "RMSNorm",
+        normalization="LayerNorm" if traits.norms.eps else "RMSNorm",
         layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=traits.gated,
+        gated_linear_unit=traits.mlp.gated,
         activation_func=_activation(traits),
         add_bias_linear=traits.linear_bias,
-        add_qkv_bias=traits.qkv_bias,
-        qk_layernorm=spec.qk_norm and not traits.zero_centered_norms,  # those whose gradients megatron sums over ranks
-        layernorm_zero_centered_gamma=traits.zero_centered_norms,
-        attention_output_gate=traits.output_gate,
-        rotary_interleaved=traits.rotary_interleaved,
+        add_qkv_bias=traits.attention.bias,
+        qk_layernorm=spec.qk_norm and not traits.norms.zero_centered,  # those whose gradients megatron sums over ranks
+        layernorm_zero_centered_gamma=traits.norms.zero_centered,
+        attention_output_gate=traits.attention.gate,
+        rotary_interleaved=traits.rotation.interleaved,
         softmax_scale=spec.given_scale,
         **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
@@ -101,7 +88,7 @@ def transformer_config(
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
-        **device_arguments(engine=_has_engine_layers(spec), gated=traits.gated),
+        **device_arguments(engine=_has_engine_layers(spec), gated=traits.mlp.gated),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -121,9 +108,9 @@ def transformer_config(
 
 def _activation(traits: Family) -> Callable[..., Tensor]:
     """Of gates where there are any; megatron's fused GELU is the approximation by tanh."""
-    if traits.gelu:
+    if traits.mlp.activation == "geglu":
         return nn.functional.gelu
-    return nn.functional.silu if traits.gated else nn.functional.relu
+    return nn.functional.silu if traits.mlp.gated else nn.functional.relu
 
 
 def _expert_config(spec: ModelSpec) -> dict[str, Any]:
@@ -139,22 +126,16 @@ def block_spec(
     spec: ModelSpec, layers: tuple[int, ...], config: TransformerConfig, place: Place
 ) -> TransformerBlockSubmodules:
     """place: which part of the experts this rank has."""
-    norm = _norm_class(spec)
+    norm = norm_class(spec)
     kinds = [spec.layer_kind(layer) for layer in layers]
     by_kind = {kind: _layer_spec(spec, kind, norm, config, place) for kind in dict.fromkeys(kinds)}
     final = None if spec.post_norm else ModuleSpec(norm)
     return TransformerBlockSubmodules(layer_specs=[by_kind[kind] for kind in kinds], layer_norm=final)
 
 
-def _norm_class(spec: ModelSpec) -> type[nn.Module]:
-    if spec.traits.norm_eps:
-        return LayerNorm
-    return ZeroCenteredRMSNorm if spec.traits.zero_centered_norms else layer_classes().rms_norm
-
-
 def _has_engine_layers(spec: ModelSpec) -> bool:
     """Transformer Engine's, which have a norm in front of every linear layer."""
-    return has_transformer_engine() and not spec.post_norm and spec.traits.norms != "behind"
+    return has_transformer_engine() and spec.has_norms_in_front
 
 
 def _layer_spec(
@@ -171,89 +152,45 @@ def _layer_spec(
     else:
         layer = get_gpt_layer_local_spec()
         _name_local_layers(layer, norm, _activation_class(traits))
-    parts = _submodules(layer, TransformerLayerSubmodules)
-    if traits.norms != "before":
+    parts = submodules(layer, TransformerLayerSubmodules)
+    if traits.norms.place != "before":
         layer.module, layer.params = NormsBehindLayer, {**layer.params, "norm": norm}
-        if traits.norms == "behind":
+        if traits.norms.place == "behind":
             parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     elif norm is classes.rms_norm:
         layer.module = classes.layer_of_rms_norms
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if kind.mlp == "experts":
-        sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
-        router = sigmoid if traits.sigmoid_router else Router
-        kernels = expert_kernels(kept=not (config.recompute_granularity == "full" or runs_again(config, "moe")))
-        kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size, "gated": bool(traits.shared_size_key)}
-        made_of = {"swiglu": classes.swiglu.function, "kernels": kernels, "place": place}
-        parts.mlp = ModuleSpec(MixtureOfExperts, params={**made_of, **kind_of})
-    if kind.mixer == "delta_net":
-        assert spec.delta is not None, "a layer that is a gated delta net has sizes"
-        linear = linear_classes(engine=_has_engine_layers(spec))
-        rule = delta_rule_function(config.params_dtype)
+        parts.mlp = _mixture(spec, config, place)
+    if not MIXERS[kind.mixer].fuses_norm:
         parts.input_layernorm = norm
-        parts.self_attention = ModuleSpec(DeltaNet, params={"sizes": spec.delta, "linear": linear, "rule": rule})
-        return layer
-    if kind.mixer == "latent":
-        parts.input_layernorm = norm
-        parts.self_attention = _latent_attention(spec, config)
-        return layer
     assert isinstance(parts.self_attention, ModuleSpec)
-    attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
-    parts.self_attention.module = classes.self_attention if kind.mixer == "attention" else GroupedSelfAttention
-    if traits.output_gate:
-        parts.self_attention.module = GatedSelfAttention
-    parts.self_attention.params = {**parts.self_attention.params, "head_norms": _head_norms(spec, norm)}
-    window = spec.sliding_window if kind.mixer == "window" else None
-    functions = _attention_functions(config, interleaved=traits.rotary_interleaved, window=window)
-    attention.core_attention = ModuleSpec(CORE_ATTENTION[kind.mixer], params={"functions": functions})
+    parts.self_attention = mixer_module(kind.mixer, parts.self_attention, spec, config, engine=_has_engine_layers(spec))
     return layer
 
 
-def _head_norms(spec: ModelSpec, norm: type[nn.Module]) -> HeadNorms | None:
-    if spec.traits.wide_qk_norm:
-        return partial(WideHeadNorm, heads=spec.num_heads), partial(WideHeadNorm, heads=spec.num_kv_heads)
-    if not spec.qk_norm:
-        return None
-    if spec.traits.zero_centered_norms:
-        return ZeroCenteredHeadNorm, ZeroCenteredHeadNorm
-    if _has_engine_layers(spec):
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm, TENorm
-    return norm, norm
-
-
-def _activation_class(traits: Family) -> type[nn.Module]:
-    if traits.gelu:
-        return GeGLU
-    return layer_classes().swiglu if traits.gated else ReLU
-
-
-def _latent_attention(spec: ModelSpec, config: TransformerConfig) -> ModuleSpec:
+def _mixture(spec: ModelSpec, config: TransformerConfig, place: Place) -> ModuleSpec:
+    traits = spec.traits.experts
+    assert traits is not None, "a layer with experts is of a family with experts"
+    sigmoid = NarrowSigmoidRouter if traits.router_in_dtype else SigmoidRouter
     return ModuleSpec(
-        LatentAttention,
+        MixtureOfExperts,
         params={
-            "sizes": spec.latent,
-            "scale": spec.attention_scale,
-            "linear": linear_classes(engine=_has_engine_layers(spec)),
-            "norm": layer_classes().rms_norm,
-            "functions": _attention_functions(config, interleaved=True),
+            "swiglu": layer_classes().swiglu.function,
+            "kernels": expert_kernels(kept=not (config.recompute_granularity == "full" or runs_again(config, "moe"))),
+            "place": place,
+            "router": sigmoid if traits.sigmoid else Router,
+            "shared_size": spec.shared_ffn_hidden_size,
+            "gated": bool(traits.shared_size_key),
         },
     )
 
 
-def _attention_functions(
-    config: TransformerConfig, *, interleaved: bool, window: int | None = None
-) -> AttentionFunctions:
-    backend = "fused" if config.attention_backend is AttnBackend.fused else "flash"
-    return attention_functions(
-        config.params_dtype,
-        interleaved=interleaved,
-        backend=backend,
-        window=window,
-        keep=attention_runs_again(config),
-    )
+def _activation_class(traits: Family) -> type[nn.Module]:
+    if traits.mlp.activation == "geglu":
+        return GeGLU
+    return layer_classes().swiglu if traits.mlp.gated else ReLU
 
 
 def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) -> None:
@@ -261,22 +198,15 @@ def _take_norms_out(layer: ModuleSpec, norm: type[nn.Module], *, has_mlp: bool) 
     computed again is dropped."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear
 
-    parts = _submodules(layer, TransformerLayerSubmodules)
+    parts = submodules(layer, TransformerLayerSubmodules)
     parts.input_layernorm = norm
-    _submodules(parts.self_attention, SelfAttentionSubmodules).linear_qkv = linear
+    submodules(parts.self_attention, SelfAttentionSubmodules).linear_qkv = linear
     if has_mlp:
         parts.pre_mlp_layernorm = norm
-        _submodules(parts.mlp, MLPSubmodules).linear_fc1 = linear
+        submodules(parts.mlp, MLPSubmodules).linear_fc1 = linear
 
 
 def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module]) -> None:
-    parts = _submodules(layer, TransformerLayerSubmodules)
+    parts = submodules(layer, TransformerLayerSubmodules)
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    _submodules(parts.mlp, MLPSubmodules).activation_func = activation
-
-
-def _submodules(spec: object, kind: type[Parts]) -> Parts:
-    """Those of a module, which megatron declares as any object. 0.19.2 gives a function that makes an MLP of them."""
-    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
-    assert isinstance(found, kind), f"{spec} has no {kind.__name__}"
-    return found
+    submodules(parts.mlp, MLPSubmodules).activation_func = activation

@@ -14,22 +14,22 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.mixers.known import MIXERS
+from hybridflow.architecture.mlps.known import MLPS
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.tables import table_of
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, table_of
+from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.config.recompute import Recompute, modules_of
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 from hybridflow.placement.context_parallel import context_bytes
-from hybridflow.placement.latent import latent_bytes
-from hybridflow.placement.mlp_bytes import mlp_bytes, norm_bytes
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MLP = ".mlp."  # in megatron's names of weights
-CHUNK = 64  # tokens of a chunk of a gated delta net
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,11 @@ def layer_bytes(
 
     Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 (none), 2 (tensor parallel) and 4 (with sequence parallel),
     without dropout and masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
-    GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
+    GELU and grouped keys and values:
 
-        none       b (4 h / sp + (3 q + 3 k + 3 f) / tp) + 4 heads / tp
-                   4 h and 3 f: norms and the MLP, or a mixture of experts: `mlp_bytes`
-                   3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
-                   take the place of the first), what attention gives (q); 4 heads: attention's log-sum-exp in float32
-        core_attn  attention runs again (selective): without the rotated queries and keys, and the log-sum-exp
-        full       b h / sp: the layer runs again from the input. Of other modules: `mlp_bytes`
+        none       norms (`norm_bytes`), the mixer (`architecture.mixers`) and the MLP (`architecture.mlps`)
+        full       b h / sp: the layer runs again from the input
         adapters   2 b A's outputs more, which column-parallel layers gather, but for what runs again as a whole
-        gates      2 q more of the gate and of what it gives, and the sigmoid in float32, but for full
-        delta nets in place of q and k: `delta_net_bytes`; latent attention: `latent.latent_bytes`
 
     over_ranks: with context parallelism.
     """
@@ -178,49 +172,20 @@ def layer_bytes(
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     again = modules_of(recompute)
-    of_attention: Recompute = "selective" if "core_attn" in again else "none"
-    if kind.mixer == "latent":
-        by_heads, narrow = latent_bytes(spec, recompute=of_attention, itemsize=itemsize, over_ranks=over_ranks)
-        own = by_heads / tp + narrow / sp
-    else:
-        mixing = delta_net_bytes if kind.mixer == "delta_net" else attention_bytes
-        own = mixing(spec, recompute=of_attention, itemsize=itemsize) / tp
+    of_heads, own = MIXERS[kind.mixer].activation_bytes(
+        spec, again="core_attn" in again, itemsize=itemsize, over_ranks=over_ranks
+    )
     norms = norm_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
-    mlp = mlp_bytes(spec, kind, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize)
-    return norms + mlp + 2 * itemsize * adapter_columns(spec, kind, again) + own
-
-
-def attention_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> float:
-    """Bytes a token that attention keeps, of all heads. See `layer_bytes`. recompute: none or selective."""
-    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    again = recompute == "selective"
-    split = 2 * q + 2 * k if again else 3 * q + 3 * k
-    log_sum_exp = 0 if again else 4 * spec.num_heads
-    gates = (2 * itemsize + MAIN_BYTES) * q if spec.traits.output_gate else 0
-    return itemsize * split + log_sum_exp + gates
-
-
-def delta_net_bytes(spec: ModelSpec, *, recompute: Recompute, itemsize: int) -> float:
-    """Bytes a token that a gated delta net keeps, of all heads, with kernels that keep what is C tokens a chunk.
-
-    With k, v = heads x dimensions of keys and values, n value heads:
-
-        none       b (6 k + 6 v + C n) + 4 (2 v + 2 n): what the projections give (2 k + 2 v), convolved (2 k + v), of
-                   length 1 (2 k), outputs, their norm and the product with the gate (3 v), the chunk's system; in
-                   float32 the gate, its silu, decays and rates
-        selective  b (2 k + 3 v + 2 n): what the projections give, and the product
-    """
-    assert spec.delta is not None, f"{spec.family} has no gated delta nets"
-    keys, values, heads = spec.delta.keys, spec.delta.values, spec.delta.value_heads
-    if recompute == "selective":
-        return itemsize * (2 * keys + 3 * values + 2 * heads)
-    return itemsize * (6 * keys + 6 * values + CHUNK * heads) + MAIN_BYTES * (2 * values + 2 * heads)
+    mlp = MLPS[kind.mlp].activation_bytes(
+        spec, cut=cut, sequence_parallel=sequence_parallel, again=again, itemsize=itemsize
+    )
+    return norms + mlp + 2 * itemsize * adapter_columns(spec, kind, again) + (of_heads / tp + own / sp)
 
 
 @cache
 def adapter_columns(spec: ModelSpec, kind: LayerKind, again: Set[str] = frozenset()) -> int:
     """What a layer's A give of a token, but for those of an MLP, a mixture or a shared expert that runs again."""
-    whole = "mlp" in again if kind.mlp == "dense" else bool(again & {"moe", "shared_experts"})  # experts have none
+    whole = MLPS[kind.mlp].runs_again(again)
     return sum(
         weight.shapes(spec)[0][0] * len(weight.hf)
         for weight in layer_weights(spec, kind)
@@ -228,19 +193,26 @@ def adapter_columns(spec: ModelSpec, kind: LayerKind, again: Set[str] = frozense
     )
 
 
-def passing_bytes(spec: ModelSpec, kind: LayerKind, *, cut: Cut, itemsize: int, counted: bool) -> float:
-    """Bytes a token that a layer makes and keeps while it runs: outputs of experts, by expert and by token.
+def norm_bytes(
+    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, again: Set[str], itemsize: int
+) -> float:
+    """With h = hidden size, sp = tp with sequence parallelism, else 1:
 
-    counted: whether rows of experts are counted on the device alone, where ranks of a replica have whole ones. There is
-    then room for all copies of a token, not for the rank's part: n (3 f / etp + h) (1 - 1 / ep) more, with n experts a
-    token.
+    b 4 h / sp     inputs and outputs of both norms; 6 h with the inputs of norms behind. Less:
+    h / sp         of a mixture whose ranks gather all tokens: what they gather is the mixture's, unless `moe` is in it
+    2 h / sp       layernorm: the outputs of the norms in front
     """
-    if kind.mlp != "experts":
-        return 0
-    spare = 0.0
-    if counted and cut.expert_tp * cut.ep == cut.tp:
-        spare = (3 * spec.ffn_hidden_size / cut.expert_tp + spec.hidden_size) * (1 - 1 / cut.ep)
-    return itemsize * spec.experts_per_token * (2 * spec.hidden_size + spare)
+    kept = 6 if spec.traits.norms.place == "around" else 4
+    gathers = MLPS[kind.mlp].gathers(cut, sequence_parallel=sequence_parallel)
+    is_kept = "moe" in again or not gathers  # what the MLP reads
+    kept -= 0 if is_kept else 1
+    if "layernorm" in again and spec.has_norms_in_front:
+        kept -= 2 if is_kept else 1
+    return itemsize * kept * spec.hidden_size / (cut.tp if sequence_parallel else 1)
+
+
+def _passing_bytes(spec: ModelSpec, kind: LayerKind, *, cut: Cut, itemsize: int, counted: bool) -> float:
+    return MLPS[kind.mlp].passing_bytes(spec, cut=cut, itemsize=itemsize, counted=counted)
 
 
 def again_bytes(
@@ -253,7 +225,9 @@ def again_bytes(
     if recompute == "full":
         whole = partial(layer_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
         return whole(recompute="none")
-    mlp = partial(mlp_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    mlp = partial(
+        MLPS[kind.mlp].activation_bytes, spec, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize
+    )
     norms = partial(norm_bytes, spec, kind, cut=cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     again = modules_of(recompute)
     dropped = norms(again=again - {"layernorm"}) - norms(again=again)
@@ -298,7 +272,7 @@ def training_activation_bytes(
     kept = in_flight * sum(count * of_kind(kind) for kind, count in kinds.items())
     made_again = partial(again_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     counted = "moe" in modules_of(recompute)
-    passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=counted)
+    passing = partial(_passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=counted)
     again = tokens * max(passing(kind) + made_again(kind, recompute=recompute) for kind in kinds)
     again += context_bytes(spec, layout, itemsize=itemsize, tokens=tokens, backward=True)
     last = stage == layout.pp - 1
@@ -315,7 +289,7 @@ def forward_activation_bytes(
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
     one_layer = partial(layer_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
     kinds = set(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
-    passing = partial(passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=True)
+    passing = partial(_passing_bytes, spec, cut=layout.cut, itemsize=itemsize, counted=True)
     layer = tokens * max(one_layer(kind, recompute="none") + passing(kind) for kind in kinds)
     layer += context_bytes(spec, layout, itemsize=itemsize, tokens=tokens)
     last = stage == layout.pp - 1

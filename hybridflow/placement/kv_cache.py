@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from hybridflow.architecture.mixers.known import mixer_shares
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
@@ -11,10 +12,6 @@ from hybridflow.placement.footprint import ITEM_BYTES
 
 GIB = 1 << 30
 SOME_SEQUENCES = 8  # at a time, of a replica that is of use
-# of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
-# whose default is 128 there; on CUDA the default
-BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-LATENT_BLOCK_TOKENS = {"cpu": 16, "cuda": 64}  # of latent attention: the only one there; the most that a GPU's have
 
 
 @dataclass(frozen=True)
@@ -91,25 +88,18 @@ def size_kv_cache(
 
 
 def _words(spec: ModelSpec, blocks: CacheBlocks, stages: Stages, rollout: RolloutLayout, itemsize: int) -> str:
-    if spec.delta is not None:
+    if blocks.states:
         of_states = f"a sequence has {blocks.states} for states, and one for every {blocks.tokens} tokens"
         return f"{blocks.size:,} bytes ({of_states})"
     if blocks.windows:
         whole = f"a sequence has {blocks.tables} for every {blocks.tokens} tokens"
         return f"{blocks.size:,} bytes ({whole}, and {blocks.windows} for as many of the last {blocks.reach:,} tokens)"
-    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
-    if spec.latent is not None:
-        vector = f"(kv_lora_rank {spec.latent.key_rank} + qk_rope_head_dim {spec.latent.rotary_dim})"
-        return f"{blocks.tokens} tokens x {num_layers} layers x {vector} x {itemsize} bytes"
-    return (
-        f"{blocks.tokens} tokens x 2 (keys and values) x {num_layers} layers x {num_heads} key/value heads x head_dim "
-        f"{spec.head_dim} x {itemsize} bytes"
-    )
+    factors = next(iter(mixer_shares(spec))).cache_words(spec, tp=rollout.tp, layers=max(map(len, stages)))
+    return f"{blocks.tokens} tokens x {factors} x {itemsize} bytes"
 
 
 def tokens_of_block(spec: ModelSpec, *, cuda: bool) -> int:
-    known = BLOCK_TOKENS if spec.latent is None else LATENT_BLOCK_TOKENS
-    return known["cuda" if cuda else "cpu"]
+    return max(mixer.block_tokens(cuda=cuda) for mixer in mixer_shares(spec))
 
 
 def gib_of(num_bytes: int) -> str:

@@ -198,7 +198,7 @@ def left_out(config: RunConfig) -> list[str]:
         if spec.wrapped
     ]
     return [*narrow, *images] + [
-        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
+        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction.key}) "
         f"are left out: they guess further tokens, and are neither trained nor exported"
         for name, spec in specs.items()
         if spec.num_prediction_layers

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config.recompute import MODULES, OF_MIXTURE, Module, Recompute, modules_of, shown
 from hybridflow.errors import ConfigError
-from hybridflow.placement.mlp_bytes import has_norms_in_front
 
 WITHOUT: Mapping[str, str] = {
     "layernorm": "no norms in front of attention and MLP",
@@ -20,7 +19,7 @@ def modules_in(spec: ModelSpec) -> tuple[Module, ...]:
     """Those that a list may name for the model."""
     has = {
         "core_attn": True,
-        "layernorm": has_norms_in_front(spec),
+        "layernorm": spec.has_norms_in_front,
         "mlp": any(kind.mlp == "dense" for kind in spec.layer_kinds),
         "moe": bool(spec.num_experts),
         "moe_act": bool(spec.num_experts),

@@ -16,15 +16,9 @@ from typing import Any
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
+from hybridflow.architecture.tables import table_of
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import (
-    embedding,
-    head_weights,
-    is_trained,
-    layer_weights,
-    staged_weights,
-    table_of,
-)
+from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, staged_weights
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates

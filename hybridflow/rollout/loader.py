@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from hybridflow.architecture.latent_weights import DERIVED, NORM_EPS, NORMS
+from hybridflow.architecture.mixers.latent import DERIVED, NORM_EPS, NORMS
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import check_version, replace_in
 from hybridflow.rollout.adapted_layers import add_adapters

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.families import BY_NAME
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape, whole_parts, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.tables import LM_HEAD, TABLES, VALUE_HEAD
+from hybridflow.architecture.tables import LM_HEAD, VALUE_HEAD
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, layer_weights, model_weights
 from hybridflow.parallel.layout import Cut, Place
@@ -36,9 +36,11 @@ def tiny_spec(**changes: object) -> ModelSpec:
         tied=False,
         max_positions=64,
     )
-    traits = next(each for each in FAMILIES.values() if each.name == changes.get("family", fields["family"]))
-    experts = {"num_experts": 4, "experts_per_token": 2} if traits.expert_keys else {}
-    latent = {"latent": LatentSizes(6, 7, 2, 2, value_dim=1), "mixers": ("latent",) * 2} if traits.latent else {}
+    traits = BY_NAME[str(changes.get("family", fields["family"]))]
+    experts = {"num_experts": 4, "experts_per_token": 2} if traits.experts else {}
+    latent = (
+        {"latent": LatentSizes(6, 7, 2, 2, value_dim=1), "mixers": ("latent",) * 2} if traits.mixer == "latent" else {}
+    )
     return ModelSpec(**{**fields, **experts, **latent, **changes})
 
 
@@ -70,7 +72,7 @@ def of_layer(family: str, name: str, **changes: object) -> tuple[Weight, ModelSp
 
 EVERY_WEIGHT = [
     pytest.param(family, weight, id=f"{family}-{weight.megatron}")
-    for family in TABLES
+    for family in BY_NAME
     for weight in (*model_weights(tiny_spec(family=family, num_layers=1), "lm"), VALUE_HEAD)
 ]
 each_weight = pytest.mark.parametrize(("family", "weight"), EVERY_WEIGHT)
@@ -201,7 +203,7 @@ def test_whole_parts_undoes_read_shard_bitwise(
 @each(cut=CUTS, num_kv_heads=(2, 4))
 def test_shards_hold_every_element_once(family: str, weight: Weight, cut: tuple[int, int], num_kv_heads: int) -> None:
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads)
-    if spec.traits.wide_qk_norm and cut[0] > num_kv_heads:
+    if spec.traits.attention.norms == "all" and cut[0] > num_kv_heads:
         return  # refused: the keys of all ranks have one norm
     parts = numbered_parts(weight, spec)
     found = shards(weight, parts, spec, *cut)

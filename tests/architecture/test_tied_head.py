@@ -112,4 +112,4 @@ def test_in_a_torch_dist_directory(name: str, tied: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_are_looked_for_where_the_table_has_them(family: str, tmp_path: Path) -> None:
     spec = read_spec(make_checkpoints(tmp_path, family=family, tied=True) / "policy")
-    assert embedding(spec).hf == (spec.traits.embedding,)
+    assert embedding(spec).hf == (spec.traits.embedding.name,)

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from hybridflow.architecture.families import BY_NAME
 from hybridflow.architecture.family import WRAPPER
 from hybridflow.architecture.layer_kinds import DENSE
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
-from hybridflow.architecture.tables import TABLES
 from hybridflow.architecture.weights import (
     canonical_name,
     layer_weights,
@@ -140,7 +140,7 @@ def spec_of(family: str) -> ModelSpec:
     )
 
 
-@pytest.mark.parametrize("family", [*TABLES, "opt_350m"])
+@pytest.mark.parametrize("family", [*BY_NAME, "opt_350m"])
 def test_names_of_megatron_and_engine_are_unique(family: str) -> None:
     weights = list(model_weights(spec_of(family), "lm"))
     assert len({weight.megatron for weight in weights}) == len({weight.engine for weight in weights}) == len(weights)

@@ -103,8 +103,8 @@ def test_a_layer_has_it_once_forward_and_again_where_attention_is_computed_again
         (2 * TOKENS_OF_A_PART - 1, {}, 1, [1]),
         (2 * TOKENS_OF_A_PART, {}, 1, [1, 2]),
         (131072, {}, 1, [1, 2, 4, 8, 16]),
-        (131072, {"delta": DELTA}, 1, [1, 2, 4]),
-        (131072, {"delta": DELTA}, 2, [1, 2]),
+        (131072, {"delta": DELTA, "mixers": ("delta_net",) * 2}, 1, [1, 2, 4]),
+        (131072, {"delta": DELTA, "mixers": ("delta_net",) * 2}, 2, [1, 2]),
     ],
 )
 def test_sizes_go_by_the_longest_sequence_and_a_models_heads(

@@ -79,7 +79,7 @@ def test_what_is_kept_no_more_is_what_the_plan_says(run: Again, checkpoints: Pat
     tp = run.case.tp
     roots = 2 * NUM_LAYERS * ITEM / (tp if run.case.sequence_parallel else 1)
     product = mixtures * ITEM * spec.experts_per_token * spec.ffn_hidden_size / tp
-    gates = mixtures * ITEM * (2 if spec.traits.shared_size_key else 0)
+    gates = mixtures * ITEM * (2 if spec.traits.experts and spec.traits.experts.shared_size_key else 0)
     numbers = mixtures * (64 + 56 * spec.experts_per_token)
     more = {
         "layernorm": (roots, roots),

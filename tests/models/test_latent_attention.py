@@ -15,6 +15,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from hybridflow.architecture.layer_kinds import LatentSizes
+from hybridflow.architecture.mixers.known import MIXERS
 from hybridflow.cpu.kernels import attention as kernels
 from hybridflow.cpu.kernels.attention import Items
 from hybridflow.models import mixer
@@ -23,7 +24,6 @@ from hybridflow.models.latent_attention import LatentAttention
 from hybridflow.models.layer_classes import attention_functions
 from hybridflow.models.layers import RMSNorm
 from hybridflow.models.mixer import LinearClasses
-from hybridflow.placement.latent import latent_bytes
 from tests.placement.kept import KeptBytes
 from tests.tiny_models import ROPE_DEEPSEEK
 
@@ -142,7 +142,7 @@ def test_what_it_keeps_is_what_the_plan_says(query_rank: int | None, value_dim: 
     with KeptBytes(weights) as kept, mock.patch.object(mixer, "checkpoint", without_states):
         out = ours(hidden, packed_seq_params=packed)[0]
     spec = SimpleNamespace(latent=ours._sizes, num_heads=HEADS, family="deepseek_v3")
-    planned = sum(latent_bytes(spec, recompute="selective" if again else "none", itemsize=4))
+    planned = sum(MIXERS["latent"].activation_bytes(spec, again=again, itemsize=4, over_ranks=False))
     of_norms = 4 * (1 if query_rank is None else 2)  # 1 / rms of each
     assert out.shape == hidden.shape and kept.peak == (planned + of_norms) * sum(LENGTHS)
 

@@ -3,17 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from hybridflow.architecture.mixers.known import MIXERS
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cli.plan import main
 from hybridflow.config import RoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
-from hybridflow.placement.context_parallel import check_context, context_bytes, gathered_columns
+from hybridflow.placement.context_parallel import check_context, context_bytes
 from hybridflow.placement.footprint import forward_activation_bytes, training_activation_bytes
 from tests.bench.long_context import MODELS as LONG
 from tests.bench.long_context import YARN, config_of
@@ -71,9 +71,7 @@ def test_gathered_keys_and_values_by_hand() -> None:
     expanded = 2 * (2 * 100) * 2 * 16 * 128  # gradients of keys and values for each of 32 query heads
     assert context_bytes(QWEN, two, itemsize=2, tokens=100, backward=True) == 4 * whole + expanded
     assert context_bytes(QWEN, one, itemsize=2, tokens=100) == 0
-    few = SimpleNamespace(
-        latent=None, mixers=(), num_kv_heads=1, num_heads=2, head_dim=8
-    )  # one head on each of two ranks
+    few = replace(QWEN, num_kv_heads=1, num_heads=2, head_dim=8)  # one key/value head on each of two ranks
     assert context_bytes(few, two, itemsize=2, tokens=1) == 2 * (2 * 2 * 2 * 8)
 
 
@@ -81,15 +79,15 @@ def test_what_other_mixers_have_of_other_ranks_by_hand() -> None:
     """Of 2 ranks with 100 tokens each, on 2 tensor-parallel ranks, in 16 bits."""
     two = Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
     # 64 heads of 192 on each rank, made of vectors of 512 + 64
-    assert gathered_columns(DEEPSEEK, "latent", 2) == 576
+    assert MIXERS["latent"].context_columns(DEEPSEEK, 2) == 576
     assert context_bytes(DEEPSEEK, two, itemsize=2, tokens=100) == 3 * 2 * (2 * 100) * 2 * 64 * 192
     assert context_bytes(DEEPSEEK, two, itemsize=2, tokens=100, backward=True) == 6 * 2 * (2 * 100) * 2 * 64 * 192
     # 16 and 32 heads of 128: queries, keys, values, gates, two numbers a value head; outputs
-    assert gathered_columns(DELTA, "delta_net", 2) == (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) // 2
-    only = replace(DELTA, mixers=("delta_net",))
+    assert MIXERS["delta_net"].context_columns(DELTA, 2) == (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) // 2
+    only = replace(DELTA, num_layers=1, mixers=("delta_net",))
     assert context_bytes(only, two, itemsize=2, tokens=100, backward=True) == 2 * 2 * 2 * 100 * 8224
     # 2 of 4 key/value heads of 256: own ones and copies, in float32 and in 16 bits; ends of 1,023 tokens of two pieces
-    only = replace(GEMMA, mixers=("window",))
+    only = replace(GEMMA, num_layers=1, mixers=("window",))
     whole = 2 * (4 + 2) * 9000 + (4 + 2 * 2) * 2 * 1023
     assert context_bytes(only, two, itemsize=2, tokens=9000) == 2 * 2 * 256 * whole
     # layers without windows: two copies of the keys and values of all ranks, and gradients of 4 query heads

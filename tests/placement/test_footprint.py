@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.architecture.layer_kinds import DENSE, EXPERTS
+from hybridflow.architecture.mlps.known import MLPS
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
@@ -31,7 +32,6 @@ from hybridflow.placement.footprint import (
     model_elements,
     optimizer_bytes,
     output_bytes,
-    passing_bytes,
     sampler_bytes,
     stage_elements,
     together,
@@ -289,13 +289,13 @@ def test_a_mixture_on_two_ranks_keeps_the_tokens_that_it_gathers() -> None:
 def test_rows_that_are_counted_on_the_device_have_room_for_all_copies() -> None:
     """Of two copies a token a rank of two with whole experts has one in the mean, and room for both."""
     spec = small_spec(family="mixtral", num_experts=4, experts_per_token=2, ffn_hidden_size=16)
-    passing = partial(passing_bytes, spec, EXPERTS, itemsize=2)
+    passing = partial(MLPS["experts"].passing_bytes, spec, itemsize=2)
     assert passing(cut=Cut(2, 1, 2), counted=False) == 2 * 2 * 2 * 8
     assert passing(cut=Cut(2, 1, 2), counted=True) == 2 * 2 * (2 * 8 + (3 * 16 + 8) / 2)
     assert passing(cut=Cut(4, 2, 2), counted=True) == 2 * 2 * (2 * 8 + (3 * 16 / 2 + 8) / 2)
     for all_sizes_known in (Cut(2, 2, 1), Cut(1, 1, 2)):
         assert passing(cut=all_sizes_known, counted=True) == 2 * 2 * 2 * 8
-    assert passing_bytes(spec, DENSE, cut=Cut(2, 1, 2), itemsize=2, counted=True) == 0
+    assert MLPS["dense"].passing_bytes(spec, cut=Cut(2, 1, 2), itemsize=2, counted=True) == 0
 
 
 def test_micro_batches_in_flight() -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.architecture.flops import forward_flops, layer_products, mixing_flops
+from hybridflow.architecture.flops import forward_flops, layer_products
+from hybridflow.architecture.mixers.known import MIXERS
+from hybridflow.architecture.mixers.mixer import LayerCache
 from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import ConfigError
-from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks, token_bytes
+from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks
 from hybridflow.placement.kv_cache import tokens_of_block
 from hybridflow.rollout.attention import check_head_size
 from tests.tiny_models import make_checkpoints
@@ -19,7 +21,7 @@ MOONLIGHT, DEEPSEEK = read_spec(SHAPES / "moonlight-16b-a3b"), read_spec(SHAPES 
 
 @pytest.mark.parametrize("tp", [1, 4, 16])
 def test_a_token_of_the_cache_is_one_vector_on_every_rank(tp: int) -> None:
-    assert token_bytes(MOONLIGHT, tp=tp, itemsize=2) == 576 * 2
+    assert MIXERS["latent"].cache(MOONLIGHT, tp=tp, itemsize=2) == LayerCache(576 * 2)
     blocks = cache_blocks(MOONLIGHT, ((*range(14),), (*range(14, 27),)), tp=tp, itemsize=2, least_tokens=16)
     assert blocks == CacheBlocks(16, 16 * 14 * 576 * 2)
     assert (tokens_of_block(MOONLIGHT, cuda=False), tokens_of_block(MOONLIGHT, cuda=True)) == (16, 64)
@@ -32,7 +34,7 @@ def test_products_of_a_layer_by_hand() -> None:
     assert [(k, n) for k, n, _ in layer_products(MOONLIGHT, MOONLIGHT.layer_kind(0), tp=4)][:4] == [
         *[(2048, 576), (2048, 4 * 192), (512, 4 * 256), (4 * 128, 2048)]
     ]
-    assert mixing_flops(DEEPSEEK, "latent", pairs=10, tokens=5) == 2 * 10 * 128 * (192 + 128)
+    assert MIXERS["latent"].flops(DEEPSEEK, pairs=10, tokens=5) == 2 * 10 * 128 * (192 + 128)
 
 
 def test_operations_of_a_forward_pass_are_twice_the_weights_and_the_pairs() -> None:

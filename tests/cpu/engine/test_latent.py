@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridflow.architecture.latent_weights import DERIVED
+from hybridflow.architecture.mixers.latent import DERIVED
 from hybridflow.cpu.engine import patches
 from hybridflow.rollout.loader import AliasLoader, _set_latent_norms
 

@@ -1,0 +1,1 @@
+"""Token mixers: a file for each, and `known` with all of them."""
