@@ -30,7 +30,7 @@ GATED_HEADS = AttentionTraits(norms="heads", gate=True)
 QWEN35 = Family(
     "qwen3_5",
     mixer="delta_net",
-    attention=GATED_HEADS,
+    attention=replace(GATED_HEADS, last="norms"),
     norms=NormTraits(zero_centered=True),
     prediction=PredictionTraits("mtp_num_hidden_layers", at="mtp."),
     model_type="qwen3_5_text",
@@ -112,14 +112,14 @@ FAMILIES = {
     ),
     "Qwen2": Family(
         "qwen2",
-        attention=AttentionTraits(bias=True),
+        attention=AttentionTraits(bias=True, last="bias"),
         windows=SWITCHED_WINDOW,
         missing={"num_key_value_heads": 32, POSITIONS: 32768, "sliding_window": 4096},
         rules=(SILU,),
     ),
     "Qwen3": Family(
         "qwen3",
-        attention=AttentionTraits(norms="heads"),
+        attention=AttentionTraits(norms="heads", last="norms"),
         windows=SWITCHED_WINDOW,
         missing={"head_dim": 128, "num_key_value_heads": 32, POSITIONS: 32768, "sliding_window": 4096},
         rules=(SILU, NO_ATTENTION_BIAS),
@@ -128,6 +128,7 @@ FAMILIES = {
     "Qwen3_5Moe": replace(
         QWEN35,
         name="qwen3_5_moe",
+        attention=GATED_HEADS,
         mlp=OF_EXPERTS,
         experts=ExpertTraits(QWEN_EXPERTS, shared_size_key="shared_expert_intermediate_size"),
         model_type="qwen3_5_moe_text",
@@ -260,7 +261,7 @@ FAMILIES = {
     ),
     "Glm4Moe": Family(
         "glm4_moe",
-        attention=AttentionTraits(bias=True, norms_key="use_qk_norm"),
+        attention=AttentionTraits(bias=True, norms_key="use_qk_norm", last="norms"),
         mlp=OF_EXPERTS,
         experts=GLM_EXPERTS,
         prediction=PredictionTraits("num_nextn_predict_layers"),

@@ -38,6 +38,7 @@ class AttentionTraits:
     norms_key: str = ""  # says whether a model has norms of heads; none: as the family
     gate: bool = False  # a sigmoid of a gate multiplies what a head gives
     fused: bool = False  # one tensor of the files has queries, keys and values
+    last: Literal["", "bias", "norms"] = ""  # of a layer's weights in messages and files, as checkpoints have them
     grouped: bool = True  # config.json may give num_key_value_heads and head_dim; else as many as heads, hidden / heads
     scale_key: str = ""  # of a number whose root divides scores; none: head_dim
     grows: bool = False  # queries grow with their positions: llama_4_scaling_beta says how fast

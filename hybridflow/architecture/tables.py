@@ -6,8 +6,9 @@ What a name and a split mean: `weights`. Mixers and MLPs say their own; norms, e
 from dataclasses import replace
 
 from hybridflow.architecture.layer_kinds import LayerKind
+from hybridflow.architecture.mixers.attention import QK_NORM, QKV_BIAS
 from hybridflow.architecture.mixers.known import MIXERS
-from hybridflow.architecture.mixers.mixer import Mixer
+from hybridflow.architecture.mixers.mixer import TokenMixer
 from hybridflow.architecture.mlps.known import MLPS
 from hybridflow.architecture.mlps.mlp import Mlp
 from hybridflow.architecture.shards import Split
@@ -76,6 +77,7 @@ OPT_NORMS_BEHIND = (  # models.opt has them
     *with_bias("post_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR),
 )
 UNFUSED = {norm: replace(norm, stored="") for norm in (INPUT_NORM, MLP_NORM)}  # others read what the norm gives, too
+LAST = {"": (), "bias": (QKV_BIAS,), "norms": QK_NORM}
 Norms = tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[Weight, ...]]  # in front, between mixer and MLP, behind
 
 
@@ -91,10 +93,13 @@ def table_of(spec: ModelSpec) -> Table:
 def _layer(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
     mixer, mlp = MIXERS[kind.mixer], MLPS[kind.mlp]
     front, between, behind = _opt_norms(spec) if spec.traits.linear_bias else _norms(spec, mixer, mlp)
-    return (*front, *mixer.weights(spec), *between, *mlp.weights(spec), *behind)
+    last = LAST[spec.traits.attention.last]
+    mixing = mixer.weights(spec)
+    first = (*front, *(weight for weight in mixing if weight not in last), *between, *mlp.weights(spec), *behind)
+    return (*first, *(weight for weight in mixing if weight in last))
 
 
-def _norms(spec: ModelSpec, mixer: Mixer, mlp: Mlp) -> Norms:
+def _norms(spec: ModelSpec, mixer: TokenMixer, mlp: Mlp) -> Norms:
     place = spec.traits.norms.place
     if place == "behind":
         return (), (), NORMS_BEHIND

@@ -7,7 +7,7 @@ Backward the gradients of these. What attention gathers is gathered once more wh
 from dataclasses import dataclass
 
 from hybridflow.architecture.mixers.known import mixer_shares
-from hybridflow.architecture.mixers.mixer import Mixer
+from hybridflow.architecture.mixers.mixer import TokenMixer
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.mean_rows import Pass
@@ -57,7 +57,7 @@ class ContextWork:
             found.append(cost.times(share))
         return total(found)
 
-    def _sent(self, mb: Pass, mixer: Mixer) -> Cost:
+    def _sent(self, mb: Pass, mixer: TokenMixer) -> Cost:
         split = self.tp if self.sequence_parallel else 1
         tokens = mixer.context_tokens(self.spec, tokens=mb.tokens, pairs=mb.pairs, ranks=self.ranks, split=split)
         size = tokens * mixer.context_columns(self.spec, self.tp) * self.device.itemsize(self.dtype)

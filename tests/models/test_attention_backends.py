@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridflow.cpu import attention as cpu_attention
 from hybridflow.errors import UserError
 from hybridflow.models import attention_backends as backends
-from hybridflow.models import layer_specs
+from hybridflow.models import layer_specs, mixer_modules
 from hybridflow.models.attention import AttentionFunctions, attention_by_length, by_length_or_merged
 from hybridflow.models.shared_prompt import AttentionKernel, AttentionSpans
 from hybridflow.parallel.layout import Place
@@ -194,7 +194,7 @@ def test_the_argument_reaches_the_layers(given: AttnBackend, expected: str, monk
         asked.append((dtype, named["backend"]))
         return AttentionFunctions(attention_by_length, lambda x, cos, sin: x)
 
-    monkeypatch.setattr(layer_specs, "attention_functions", functions)
+    monkeypatch.setattr(mixer_modules, "attention_functions", functions)
     named = {"attention_backend": given, "recompute_granularity": None}
     config: Any = SimpleNamespace(params_dtype=torch.bfloat16, **named)
     layer_specs.block_spec(SPEC, (0, 1), config, Place(1, 0))

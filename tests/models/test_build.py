@@ -104,7 +104,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
     (layer,) = layer_specs.block_spec(spec, (0,), FLOAT32, Place(1, 0)).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
-    assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+    assert layer_specs.submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo3"])
@@ -129,10 +129,10 @@ def test_the_parts_of_a_spec_are_found_however_megatron_gives_them() -> None:
     """0.16.1 gives a ModuleSpec, 0.19.2 of a dense MLP a function that knows its parts."""
     parts = MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=torch.nn.Linear)
     for spec in (ModuleSpec(MLP, submodules=parts), functools.partial(MLP, submodules=parts)):
-        assert layer_specs._submodules(spec, MLPSubmodules) is parts
+        assert layer_specs.submodules(spec, MLPSubmodules) is parts
     for spec in (ModuleSpec(MLP), functools.partial(MLP), MLP, ModuleSpec(MLP, submodules=object())):
         with pytest.raises(AssertionError, match="has no MLPSubmodules"):
-            layer_specs._submodules(spec, MLPSubmodules)
+            layer_specs.submodules(spec, MLPSubmodules)
 
 
 def chunk_of(*mixers: torch.nn.Module) -> build.PackedModel:
@@ -184,7 +184,7 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp
-    assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+    assert layer_specs.submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
     assert layer.submodules.self_attention.submodules.linear_qkv.__name__ == "ColumnParallelLinear"
 
 

@@ -14,7 +14,7 @@ With q, k = heads, key/value heads x head_dim, of a layer:
                   heads in the place of fewer key/value heads
 """
 
-from hybridflow.architecture.mixers.mixer import LayerCache, Mixer, Product
+from hybridflow.architecture.mixers.mixer import LayerCache, Product, TokenMixer
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import LAYERS, OPT_LAYERS, Shape, Shapes, Weight, hidden, in_layer, with_bias
@@ -87,7 +87,7 @@ OPT_ATTENTION = (
 )
 
 
-class Attention(Mixer):
+class AttentionMixer(TokenMixer):
     """Of all tokens before a token, and of the token itself."""
 
     fuses_norm, title, gathers_again = True, "attention", True

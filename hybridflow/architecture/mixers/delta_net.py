@@ -15,7 +15,7 @@ With k, v = heads x dimensions of keys and values, n value heads, dk a key's dim
 """
 
 from hybridflow.architecture.layer_kinds import DeltaSizes
-from hybridflow.architecture.mixers.mixer import LayerCache, Mixer, Product
+from hybridflow.architecture.mixers.mixer import LayerCache, Product, TokenMixer
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Shape, Weight, in_layer
@@ -93,7 +93,7 @@ WEIGHTS = (
 )
 
 
-class DeltaNet(Mixer):
+class DeltaNetMixer(TokenMixer):
     fuses_norm = False  # two linear layers read what the norm gives
     title, gathers_again = "gated delta nets", False
 

@@ -5,32 +5,32 @@ from functools import cache
 from typing import assert_never, get_args
 
 from hybridflow.architecture.layer_kinds import MixerName
-from hybridflow.architecture.mixers.attention import Attention
-from hybridflow.architecture.mixers.delta_net import DeltaNet
-from hybridflow.architecture.mixers.latent import LatentAttention
-from hybridflow.architecture.mixers.mixer import CacheKind, Mixer
-from hybridflow.architecture.mixers.window import WindowAttention
+from hybridflow.architecture.mixers.attention import AttentionMixer
+from hybridflow.architecture.mixers.delta_net import DeltaNetMixer
+from hybridflow.architecture.mixers.latent import LatentMixer
+from hybridflow.architecture.mixers.mixer import CacheKind, TokenMixer
+from hybridflow.architecture.mixers.window import WindowMixer
 from hybridflow.architecture.spec import ModelSpec
 
 
-def _made(name: MixerName) -> Mixer:
+def _made(name: MixerName) -> TokenMixer:
     match name:
         case "attention" | "unturned":  # rotation costs what it costs elsewhere
-            return Attention()
+            return AttentionMixer()
         case "window":
-            return WindowAttention()
+            return WindowMixer()
         case "latent":
-            return LatentAttention()
+            return LatentMixer()
         case "delta_net":
-            return DeltaNet()
+            return DeltaNetMixer()
     assert_never(name)
 
 
-MIXERS: dict[MixerName, Mixer] = {name: _made(name) for name in get_args(MixerName)}
+MIXERS: dict[MixerName, TokenMixer] = {name: _made(name) for name in get_args(MixerName)}
 
 
 @cache
-def mixer_shares(spec: ModelSpec) -> dict[Mixer, float]:
+def mixer_shares(spec: ModelSpec) -> dict[TokenMixer, float]:
     """Of the layers of a model, those with each mixer, in the order in which they come first."""
     counts = Counter(MIXERS[spec.layer_kind(layer).mixer] for layer in range(spec.num_layers))
     return {mixer: count / spec.num_layers for mixer, count in counts.items()}

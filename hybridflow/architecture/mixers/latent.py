@@ -16,7 +16,7 @@ vLLM 0.32.0 holds the same under its own names, and views of kv_b_proj beside th
 """
 
 from hybridflow.architecture.layer_kinds import LatentSizes
-from hybridflow.architecture.mixers.mixer import LayerCache, Mixer, Product
+from hybridflow.architecture.mixers.mixer import LayerCache, Product, TokenMixer
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weight import Shape, Shapes, Weight, in_layer
@@ -96,7 +96,7 @@ WIDE_QUERIES = (
 )
 
 
-class LatentAttention(Mixer):
+class LatentMixer(TokenMixer):
     fuses_norm = False  # two linear layers read what the norm gives
     title, gathers_again = "latent attention", True
 

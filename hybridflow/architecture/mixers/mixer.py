@@ -34,7 +34,7 @@ class LayerCache(NamedTuple):
         return self.token * min(context, self.window or context) + 2 * self.state
 
 
-class Mixer(ABC):
+class TokenMixer(ABC):
     """One kind of mixer, for all models: each method takes the model's spec."""
 
     fuses_norm: bool  # Transformer Engine has the norm in front within the first linear layer

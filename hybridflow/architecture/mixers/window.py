@@ -6,12 +6,12 @@ context    of each of the 2 c pieces of a row, the last w - 1 tokens before it t
            reach, are there as they are and in float32; backward, gradients of both
 """
 
-from hybridflow.architecture.mixers.attention import SUM_BYTES, Attention
+from hybridflow.architecture.mixers.attention import SUM_BYTES, AttentionMixer
 from hybridflow.architecture.mixers.mixer import LayerCache
 from hybridflow.architecture.spec import ModelSpec
 
 
-class WindowAttention(Attention):
+class WindowMixer(AttentionMixer):
     title, gathers_again = "attention with windows", False
 
     def flops(self, spec: ModelSpec, *, pairs: float, tokens: float) -> float:

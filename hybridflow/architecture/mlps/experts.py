@@ -107,7 +107,7 @@ GATED_SHARED_EXPERT = (
 )
 
 
-class Experts(Mlp):
+class ExpertsMlp(Mlp):
     fuses_norm = False  # the router reads what the norm gives, too
 
     def weights(self, spec: ModelSpec) -> tuple[Weight, ...]:

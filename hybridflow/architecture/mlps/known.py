@@ -4,7 +4,7 @@ from typing import assert_never, get_args
 
 from hybridflow.architecture.layer_kinds import MlpName
 from hybridflow.architecture.mlps.dense import DenseMlp
-from hybridflow.architecture.mlps.experts import Experts
+from hybridflow.architecture.mlps.experts import ExpertsMlp
 from hybridflow.architecture.mlps.mlp import Mlp
 
 
@@ -13,7 +13,7 @@ def _made(name: MlpName) -> Mlp:
         case "dense":
             return DenseMlp()
         case "experts":
-            return Experts()
+            return ExpertsMlp()
     assert_never(name)
 
 
