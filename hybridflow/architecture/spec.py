@@ -6,6 +6,7 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -30,17 +31,24 @@ VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embeddin
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {LANGUAGE_MODEL: "lm", SCORES: "score"}
-ARCHITECTURES: dict[str, tuple[str, Head]] = {
-    prefix + suffix: (prefix, head)
-    for prefix, family in FAMILIES.items()
-    for suffix, head in HEADS.items()
-    if head == "lm" or not family.score_architecture
-}
-ARCHITECTURES |= {
-    each.score_architecture: (prefix, "score") for prefix, each in FAMILIES.items() if each.score_architecture
-}
-ARCHITECTURES |= {family.wrapper: (prefix, "lm") for prefix, family in FAMILIES.items() if family.wrapper}
 TEXT_CONFIG = "text_config"  # the language model's part of a wrapper's config.json
+
+
+def architectures(families: Mapping[str, Family]) -> dict[str, tuple[str, Head]]:
+    """HuggingFace's names: prefix of the family, and the head."""
+    found: dict[str, tuple[str, Head]] = {
+        prefix + suffix: (prefix, head)
+        for prefix, family in families.items()
+        for suffix, head in HEADS.items()
+        if head == "lm" or not family.score_architecture
+    }
+    found |= {
+        each.score_architecture: (prefix, "score") for prefix, each in families.items() if each.score_architecture
+    }
+    return found | {family.wrapper: (prefix, "lm") for prefix, family in families.items() if family.wrapper}
+
+
+ARCHITECTURES = architectures(FAMILIES)
 
 
 @dataclass(frozen=True)

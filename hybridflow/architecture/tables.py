@@ -4,6 +4,7 @@ What a name and a split mean: `weights`. Mixers and MLPs say their own; norms, e
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from hybridflow.architecture.layer_kinds import LayerKind
 from hybridflow.architecture.mixers.attention import QK_NORM, QKV_BIAS
@@ -81,6 +82,7 @@ LAST = {"": (), "bias": (QKV_BIAS,), "norms": QK_NORM}
 Norms = tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[Weight, ...]]  # in front, between mixer and MLP, behind
 
 
+@lru_cache(maxsize=64)
 def table_of(spec: ModelSpec) -> Table:
     layers = {kind: _layer(spec, kind) for kind in spec.layer_kinds}
     if not spec.traits.linear_bias:

@@ -37,9 +37,20 @@ class LayerCache(NamedTuple):
 class TokenMixer(ABC):
     """One kind of mixer, for all models: each method takes the model's spec."""
 
-    fuses_norm: bool  # Transformer Engine has the norm in front within the first linear layer
-    title: str  # what error messages call layers with the mixer
-    gathers_again: bool  # with context parallelism: core attention, computed again, has to gather again
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What error messages call layers with the mixer."""
+
+    @property
+    @abstractmethod
+    def fuses_norm(self) -> bool:
+        """Whether Transformer Engine has the norm in front within the first linear layer."""
+
+    @property
+    @abstractmethod
+    def gathers_again(self) -> bool:
+        """Whether core attention that is computed again gathers again, with context parallelism."""
 
     @abstractmethod
     def weights(self, spec: ModelSpec) -> tuple[Weight, ...]:

@@ -16,7 +16,10 @@ SharedProduct = tuple[float, float, float]  # (k, n, share of the tokens)
 class Mlp(ABC):
     """One kind of MLP, for all models: each method takes the model's spec. cut: how ranks share its weights."""
 
-    fuses_norm: bool  # Transformer Engine has the norm in front within the first linear layer
+    @property
+    @abstractmethod
+    def fuses_norm(self) -> bool:
+        """Whether Transformer Engine has the norm in front within the first linear layer."""
 
     @abstractmethod
     def weights(self, spec: ModelSpec) -> tuple[Weight, ...]:
