@@ -6,7 +6,7 @@ from typing import Any
 from hybridflow.architecture.attention_fields import FULL, AttentionFields, check_layer_types
 from hybridflow.architecture.family import POSITIONS, ConfigFieldRule, ExpertTraits, Family
 from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
-from hybridflow.architecture.layer_kinds import DeltaSizes
+from hybridflow.architecture.layer_kinds import DeltaSizes, RouterSizes
 from hybridflow.architecture.rope import is_number, rope_object
 from hybridflow.architecture.tied_head import HEAD, has_own_head
 from hybridflow.architecture.wrapper import wrapped_names
@@ -140,11 +140,12 @@ class ConfigFields:
         num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
         self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
         normalize = bool(self._given("norm_topk_prob")) if traits.normalizes is None else traits.normalizes
-        found: dict[str, Any] = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        router = RouterSizes(normalize, self._scaling() if traits.sigmoid else 1.0)
         if traits.in_groups:
-            found |= read_groups(self._given("n_group"), self._given("topk_group"), num_experts, chosen, self._refuse)
-        if traits.sigmoid:
-            found["routed_scaling"] = self._scaling()
+            given = self._given("n_group"), self._given("topk_group")
+            groups, chosen_groups = read_groups(*given, num_experts, chosen, self._refuse)
+            router = router._replace(groups=groups, chosen_groups=chosen_groups)
+        found = {"num_experts": num_experts, "experts_per_token": chosen, "router": router}
         return found | self._dense_layers(traits.dense_layers_key) | self._shared_experts(traits)
 
     def _dense_layers(self, key: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def check_rope(rope: dict[str, Any], refuse: Refuse) -> None:
     refuse("truncate of rope_type yarn", False, rope.get("truncate") is False, "vLLM always rounds in this family")
 
 
-def read_groups(groups: Any, of_token: Any, num_experts: int, chosen: int, refuse: Refuse) -> dict[str, Any]:
+def read_groups(groups: Any, of_token: Any, num_experts: int, chosen: int, refuse: Refuse) -> tuple[int, int]:
     """How many groups the experts are in, and how many of these a token's experts may be of."""
     whole = is_number(groups) and groups == int(groups) and groups > 0 and num_experts % groups == 0
     refuse("n_group", groups, not whole, f"must divide {num_experts} experts")
@@ -61,7 +61,7 @@ def read_groups(groups: Any, of_token: Any, num_experts: int, chosen: int, refus
     small = f"groups of {each} experts: a group's score is that of the best {BEST_OF_GROUP}"
     refuse("n_group", groups, groups > 1 and each < BEST_OF_GROUP, small)
     refuse("topk_group", of_token, of_token * each < chosen, f"{of_token} x {each} experts, a token has {chosen}")
-    return {"expert_groups": int(groups), "chosen_groups": int(of_token)}
+    return int(groups), int(of_token)
 
 
 def dense_layers(raw: dict[str, Any], family: Family, key: str, refuse: Refuse) -> Any:

@@ -44,6 +44,18 @@ class DeltaSizes(NamedTuple):
         return self.keys, self.keys, self.values
 
 
+class RouterSizes(NamedTuple):
+    """How the weights of a token's experts are made."""
+
+    normalizes: bool = True  # they sum to 1
+    scaling: float = 1.0  # what they are multiplied with
+    groups: int = 1  # of experts; a token's are of the `chosen_groups` best
+    chosen_groups: int = 1
+
+
+PLAIN_ROUTER = RouterSizes()
+
+
 class LatentSizes(NamedTuple):
     """Of latent attention (MLA): queries, and keys with values, are made of one narrow vector a token each."""
 

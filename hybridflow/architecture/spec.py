@@ -19,7 +19,15 @@ from hybridflow.architecture.config_fields import TIED, ConfigFields
 from hybridflow.architecture.families import BY_NAME, FAMILIES
 from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
-from hybridflow.architecture.layer_kinds import DeltaSizes, LatentSizes, LayerKind, MixerName, MlpName
+from hybridflow.architecture.layer_kinds import (
+    PLAIN_ROUTER,
+    DeltaSizes,
+    LatentSizes,
+    LayerKind,
+    MixerName,
+    MlpName,
+    RouterSizes,
+)
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.refused import REFUSED
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
@@ -80,10 +88,7 @@ class ModelSpec:
     experts_per_token: int = 0
     dense_ffn_hidden_size: int = 0  # of the first layers of a model with experts
     shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside the chosen ones; 0: none
-    normalize_router: bool = True  # the weights of a token's experts sum to 1
-    routed_scaling: float = 1.0  # what those weights are multiplied with
-    expert_groups: int = 1  # of experts; a token's are of the `chosen_groups` best
-    chosen_groups: int = 1
+    router: RouterSizes = PLAIN_ROUTER
     block_fp8: bool = False  # the files have fp8 with a scale a block, which is read as bfloat16
     qk_norm_given: bool | None = None  # None: as the family
     num_prediction_layers: int = 0  # behind the others; their weights are neither read nor written

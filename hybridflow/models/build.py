@@ -88,9 +88,9 @@ class PackedModel(LanguageModule):
                     compute_again(layer.mlp)
             else:
                 follow_routing(layer, index)
-                layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
-                layer.mlp.router.scaling = spec.routed_scaling
-                layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
+                layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.router.normalizes
+                layer.mlp.router.scaling = spec.router.scaling
+                layer.mlp.router.groups = ExpertGroups(spec.router.groups, spec.router.chosen_groups)
                 if layout.replicas_per_expert_copy > 1:
                     _share_experts(layer.mlp, config)
         for module in self.modules():

@@ -34,7 +34,7 @@ def spec_with(directory: Path, family: str = "deepseek_v3", **changes: Any) -> M
 def test_published_models(shape: str, sizes: LatentSizes, groups: tuple[int, int], dense: int) -> None:
     spec = read_spec(SHAPES / shape)
     assert spec.latent == sizes and sizes.cached == 576
-    assert (spec.expert_groups, spec.chosen_groups, spec.num_dense_layers) == (*groups, dense)
+    assert (*spec.router[2:], spec.num_dense_layers) == (*groups, dense)
     assert spec.block_fp8 == (shape in ("deepseek-v3", "kimi-k2"))
     rotary = spec.rotary()
     assert rotary is not None and len(rotary.frequencies) == 32 and rotary.factor == 1

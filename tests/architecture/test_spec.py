@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from hybridflow.architecture.layer_kinds import RouterSizes
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
 from tests.messages import like
@@ -109,7 +110,7 @@ def expected_spec(path: Path, **changes: Any) -> ModelSpec:
                 "head_dim": 16,
                 "num_experts": 4,
                 "experts_per_token": 3,
-                "normalize_router": False,
+                "router": RouterSizes(normalizes=False),
             },
         ),
     ],
