@@ -123,6 +123,7 @@ def test_replicas_lie_where_the_layouts_say(responses):
         "tp1 of tp2": ((0,), (1,), (2,), (3,)),
         "pp2": ((0, 1), (2, 3)),
         "tp2 pp2": ((0, 1, 2, 3),),
+        "cp2": ((0, 1), (2, 3)),
         "tp2 on its own ranks": ((2, 3),),
     }
 
