@@ -149,5 +149,5 @@ def _one_of_each(train: Layout, option: EngineOption) -> Layout:
     tp, pp = min(option.tp, train.tp), min(option.pp, train.pp)
     if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
         return train  # an engine of neighbours, wherever they lie
-    copies = lcm(prod(copies_for_engine(train, option.tp // tp, option.pp // pp)), train.replicas_per_expert_copy)
+    copies = lcm(prod(copies_for_engine(train, option.tp // tp, option.pp // pp)), train.dense_per_expert_copy)
     return replace(train, dp=copies, cp=1, ranks=tuple(range(train.tp * train.pp * copies)))

@@ -289,7 +289,7 @@ class Options:
         for key, all_values in choices.items():
             found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
-            apart = layout.tp > 1 and layout.replicas_per_expert_copy > 1  # `RoleConfig` has the rule
+            apart = layout.tp > 1 and layout.dense_per_expert_copy > 1  # `RoleConfig` has the rule
             if one["sequence_parallel"] in ((True,) if apart else (False, True) if layout.tp > 1 else (False,)):
                 yield one
 

@@ -39,7 +39,7 @@ def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, d
 
 def _largest(spec: ModelSpec, layout: Layout, head: Head) -> tuple[int, int]:
     """Elements on the largest stage: those that all copies sum, and experts of which there are fewer copies."""
-    if layout.replicas_per_expert_copy == 1:
+    if layout.dense_per_expert_copy == 1:
         return max(stage_elements(spec, head, layout, trained=True)), 0
     stages = zip(stage_elements(spec, head, layout, trained=True), expert_elements(spec, layout), strict=True)
     every, experts = max(stages)

@@ -91,7 +91,7 @@ class PackedModel(LanguageModule):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
                 layer.mlp.router.groups = ExpertGroups(spec.expert_groups, spec.chosen_groups)
-                if layout.replicas_per_expert_copy > 1:
+                if layout.dense_per_expert_copy > 1:
                     _share_experts(layer.mlp, config)
         for module in self.modules():
             finish: Any = getattr(module, "finish_init", None)

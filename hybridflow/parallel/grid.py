@@ -104,7 +104,7 @@ class Grid:
         Where gradients are summed up during the last pass, also those that share tokens: else a sum that waits for a
         rank would stand in front of a gather that the rank waits for.
         """
-        found = [self.groups.tp_ep] if self.layout.replicas_per_expert_copy > 1 else []
+        found = [self.groups.tp_ep] if self.layout.dense_per_expert_copy > 1 else []
         if trains and self.context_group is not None:
             found.append(self.groups.dp if found else self.context_group)
         return found

@@ -92,7 +92,7 @@ class Layout:
             raise ValueError(f"{self._product('tp', 'cp', 'pp', 'dp')} does not fill {len(self.ranks)} ranks")
         if list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks must ascend: {self.ranks}")
-        if self.expert_tp * self.ep % self.tp or self.copies("dense") % self.replicas_per_expert_copy:
+        if self.expert_tp * self.ep % self.tp or self.copies("dense") % self.dense_per_expert_copy:
             experts, own = f"{self.expert_tp} x {self.ep}", self._product("tp", "cp", "dp")
             raise ValueError(f"etp x ep = {experts} must be a multiple of tp = {self.tp} that divides {own}")
 
@@ -110,7 +110,7 @@ class Layout:
         return len(self.ranks) // self.pp
 
     @property
-    def replicas_per_expert_copy(self) -> int:
+    def dense_per_expert_copy(self) -> int:
         """Copies of the dense weights, neighbours, that share one copy of the experts."""
         return self.expert_tp * self.ep // self.tp
 
@@ -135,8 +135,8 @@ class Layout:
 
     def in_expert_copy(self, copy: int, at: TrainingCoordinates) -> TrainingCoordinates:
         """The like of the rank there in this copy of the experts."""
-        within = self.copy_index("dense", at) % self.replicas_per_expert_copy
-        return self.at(at.tp, copy * self.replicas_per_expert_copy + within, at.pp)
+        within = self.copy_index("dense", at) % self.dense_per_expert_copy
+        return self.at(at.tp, copy * self.dense_per_expert_copy + within, at.pp)
 
     def copies(self, group: Group) -> int:
         """How many copies of the weights there are."""
@@ -148,7 +148,7 @@ class Layout:
 
     def _dense_copies(self, group: Group) -> int:
         """Neighbouring copies of the dense weights on whose ranks one copy of the group lies."""
-        return 1 if group == "dense" else self.replicas_per_expert_copy
+        return 1 if group == "dense" else self.dense_per_expert_copy
 
     def at(self, tp: int, copy: int, pp: int) -> TrainingCoordinates:
         """Who holds part `tp` of this copy of the dense weights on the stage."""

@@ -159,7 +159,7 @@ def _ways(model: PlacedModel) -> tuple[bool, bool, bool]:
 
 
 def _of_role(layout: Layout, trained: bool, zero1: bool, tied: bool) -> Iterator[Communicator]:
-    groups, shares_experts = layout.groups("tp"), layout.replicas_per_expert_copy > 1
+    groups, shares_experts = layout.groups("tp"), layout.dense_per_expert_copy > 1
     if layout.cp > 1:
         groups += layout.groups("cp")
     if shares_experts:

@@ -46,7 +46,7 @@ def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Bloc
     There are none where replicas share experts: they compute together, and others still generate.
     """
     found: dict[int, list[Block]] = {}
-    if layout.replicas_per_expert_copy > 1:
+    if layout.dense_per_expert_copy > 1:
         return found
     for block in layout.groups("tp", "cp", "pp"):
         replicas = {rollout.coordinates(rank).replica if rank in rollout else None for rank in block}

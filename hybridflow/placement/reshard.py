@@ -245,7 +245,7 @@ def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> dict[st
     shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
     same = train.ranks == rollout.ranks
     within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
-    within = within and train.replicas_per_expert_copy == 1
+    within = within and train.dense_per_expert_copy == 1
     return {
         "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
         "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,

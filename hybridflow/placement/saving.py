@@ -171,7 +171,7 @@ class _Stage:
         layout, narrow = self.model.layout, self.model.config.dtype != "float32"
         for float32 in (False, True):
             alike = [weight for weight in chunk if (narrow and weight.float32) == float32]
-            if layout.replicas_per_expert_copy == 1:
+            if layout.dense_per_expert_copy == 1:
                 yield alike, layout.copies("dense")
                 continue
             for group in GROUPS:
