@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, lcm
+from math import lcm, prod
 
 from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.options import Options
 from hybridflow.automap.timing import Moved, moving_cost
 from hybridflow.config.auto import ENGINE
-from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
+from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.parallel.ranks import Ranks
 from hybridflow.placement.footprint import ITEM_BYTES
 from hybridflow.placement.forecast import engine_bytes, kept_by_sampler, storage_elements
 from hybridflow.placement.margin import engine_bytes_beside, vllm_bytes
 from hybridflow.placement.reshard import EngineHoldings
-from hybridflow.reshard.groups import engine_stages, rollout_layout
+from hybridflow.reshard.groups import copies_for_engine, engine_stages, rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 
 
@@ -22,12 +22,12 @@ from hybridflow.reshard.plan import plan_reshard
 class _HandOff:
     """shards: (stage, the engine's own weights less what is released, layers of the engine's stage), each once.
 
-    sources: where in training the first rank's shards come from, as `ReshardPlan.sources`.
+    sources: where in training the first rank's shards come from: (tp, copy of the dense weights, pp).
     """
 
     shards: list[tuple[int, int, int]]
     moved: Moved
-    sources: tuple[TrainingCoordinates, ...]
+    sources: list[tuple[int, int, int]]
 
 
 @dataclass
@@ -92,7 +92,7 @@ class EngineMemory:
         found = self._hand_off(train, option, colocated=ranks == actor_ranks)
         host = ranks[0] // per_host
         if ranks == actor_ranks:
-            sources = [whole.rank_at(source) for source in found.sources]
+            sources = [whole.rank_at(whole.at(*source)) for source in found.sources]
             crosses = ranks[-1] // per_host != host and any(source // per_host != host for source in sources)
         elif set(ranks) & set(actor_ranks):
             return 0.0  # some have a part of it
@@ -129,14 +129,15 @@ class EngineMemory:
         moved = Moved.from_plan(plan, ITEM_BYTES[config.actor.dtype])
         if not colocated:  # whichever rank sends, and however the shards come about
             moved = Moved(received=moved.received, sent=0, permuted=0)
-        return _HandOff(sorted(found), moved, plan.sources(rollout.ranks[0]))
+        sources = [(at.tp, train.copy_index("dense", at), at.pp) for at in plan.sources(rollout.ranks[0])]
+        return _HandOff(sorted(found), moved, sources)
 
     def _on_one_host(self, train: Layout, option: EngineOption, ranks: Sequence[int]) -> bool:
         """Whether each tensor-parallel group of the engine does."""
         per_host = self.options.work.ranks_per_host
         if self.options.generating.tensor_parallel_across_hosts or ranks[-1] < per_host:
             return True
-        key = (train.tp, train.pp, train.dp, option.sizes, ranks[0] % per_host)
+        key = (train.tp, train.pp, train.copies("dense"), option.sizes, ranks[0] % per_host)
         if key not in self._on_hosts:
             groups = rollout_layout(train, option.tp, option.pp).tp_groups()
             self._on_hosts[key] = all(len({ranks[rank] // per_host for rank in group}) == 1 for group in groups)
@@ -144,20 +145,9 @@ class EngineMemory:
 
 
 def _one_of_each(train: Layout, option: EngineOption) -> Layout:
-    """With only as many replicas as an engine replica, or a copy of the experts, reaches over: the others are alike."""
+    """With only as many copies as an engine replica, or a copy of the experts, reaches over: the others are alike."""
     tp, pp = min(option.tp, train.tp), min(option.pp, train.pp)
     if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
         return train  # an engine of neighbours, wherever they lie
-    for_tp = gcd(option.tp // tp, train.dp)
-    dp = lcm(for_tp * gcd(option.pp // pp, train.dp // for_tp), train.replicas_per_expert_copy)
-    return Layout(
-        train.tp,
-        train.pp,
-        dp,
-        tuple(range(train.tp * train.pp * dp)),
-        vpp=train.vpp,
-        first_stage_layers=train.first_stage_layers,
-        last_stage_layers=train.last_stage_layers,
-        ep=train.ep,
-        etp=train.etp,
-    )
+    copies = lcm(prod(copies_for_engine(train, option.tp // tp, option.pp // pp)), train.dense_per_expert_copy)
+    return replace(train, dp=copies, cp=1, ranks=tuple(range(train.tp * train.pp * copies)))

@@ -42,7 +42,7 @@ def summary(plan: SearchedPlan) -> dict[str, str]:
         chunks = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
         split = (f" ep {layout.ep}" if layout.ep > 1 else "") + (" sp" if config.sequence_parallel else "")
         context = f" x cp {layout.cp}" if layout.cp > 1 else ""
-        found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks}{context} x dp {layout.row_shares}"
+        found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks}{context} x dp {layout.dp}"
     rollout = plan.placed.rollout
     if rollout is not None:
         found["engine"] = f"{len(rollout.replicas)} of tp {rollout.tp} x pp {rollout.pp}"

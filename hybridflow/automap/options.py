@@ -223,7 +223,7 @@ class Options:
                 layout.chunks(self.specs[name].num_layers)
             except ValueError:  # the layers do not go up in the stages
                 continue
-            if isinstance(given, TrainedRoleConfig) and layout.row_shares > self.config.fewest_rows:
+            if isinstance(given, TrainedRoleConfig) and layout.dp > self.config.fewest_rows:
                 continue
             for changes in self._ways(name, given, layout):
                 yield resized.model_copy(update=changes), layout
@@ -259,16 +259,16 @@ class Options:
             elif own is None or own * cp == copies:
                 yield {"context_parallel_size": cp, "data_parallel_size": own}
 
-    def _experts(self, name: str, given: RoleConfig, tp: int, dp: int) -> Iterator[dict[str, Any]]:
+    def _experts(self, name: str, given: RoleConfig, tp: int, copies: int) -> Iterator[dict[str, Any]]:
         """Whole ones on each tensor-parallel rank or over several replicas, or a share of each; as the config says
         where it says so."""
         spec = self.specs[name]
-        all_sizes = expert_sizes(spec, tp, dp, most=MOST_EXPERT_HOSTS * self.work.ranks_per_host)
+        all_sizes = expert_sizes(spec, tp, copies, most=MOST_EXPERT_HOSTS * self.work.ranks_per_host)
         for ep in values(self.free[name], given, "expert_parallel_size", all_sizes):
             etp = None if "expert_parallel_size" in self.free[name] else given.expert_tensor_parallel_size
             fits = deals_experts(spec, ep) if ep > 1 else True
             each = expert_tensor_parallel(tp, ep, etp)
-            fills = each * ep % tp == 0 and dp % (each * ep // tp) == 0
+            fills = each * ep % tp == 0 and copies % (each * ep // tp) == 0
             if fits and fills and shares_experts(spec, each):
                 yield {"expert_parallel_size": ep, "expert_tensor_parallel_size": etp}
 
@@ -289,14 +289,14 @@ class Options:
         for key, all_values in choices.items():
             found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
-            apart = layout.tp > 1 and layout.replicas_per_expert_copy > 1  # `RoleConfig` has the rule
+            apart = layout.tp > 1 and layout.dense_per_expert_copy > 1  # `RoleConfig` has the rule
             if one["sequence_parallel"] in ((True,) if apart else (False, True) if layout.tp > 1 else (False,)):
                 yield one
 
     def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
         """Micro-batches of some of the longest sequences, up to all that a replica has; and what the config says."""
         longest = self.config.max_sequence_length
-        rows = ceil(rows_together(self.config, given) / layout.row_shares)
+        rows = ceil(rows_together(self.config, given) / layout.dp)
         found = {longest * min(count, rows) for count in SEQUENCES}
         if longest <= given.micro_batch_tokens <= longest * rows:
             found.add(given.micro_batch_tokens)
@@ -355,10 +355,10 @@ class Options:
             hosts = len(model.layout.ranks) // self.work.ranks_per_host
             if model.name in self._scored:
                 cost = scoring_cost(model, self.config, self.work, self.device)
-                early = scoring = at_once(cost, model.layout.dp, hosts=hosts)
+                early = scoring = at_once(cost, model.layout.copies("dense"), hosts=hosts)
             if self.may_wait(model.name):
                 cost = scoring_cost(model, self.config, self.work, self.device, in_units=True)
-                early = max(scoring, at_once(cost, model.layout.dp, hosts=hosts))
+                early = max(scoring, at_once(cost, model.layout.copies("dense"), hosts=hosts))
             if isinstance(model.config, TrainedRoleConfig):
                 updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
             self._known_seconds[key] = scoring, early, updating

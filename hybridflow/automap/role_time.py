@@ -304,13 +304,14 @@ def update_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
     """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
-    own = rows.split(layout.row_shares)
+    own = rows.split(layout.dp)
     gradients = gradient_cost(spec, layout, config, own, device, head=head)
     reduced = reduction_cost(spec, layout, config, device, head=head)
     if device.profile.shared is None:  # while the last micro-batch runs backward, two thirds of the seconds
         hidden = 2 / 3 * gradients.seconds / max(own.micro_batches(config.micro_batch_tokens), 1)
         reduced = reduced.times(max(0.0, 1 - hidden / reduced.seconds) if reduced.seconds else 1.0)
-    return total((gradients.times(1, busy=layout.dp), reduced, step_cost(spec, layout, config, device, head=head)))
+    gradients = gradients.times(1, busy=layout.copies("dense"))
+    return total((gradients, reduced, step_cost(spec, layout, config, device, head=head)))
 
 
 def gradient_cost(

@@ -48,11 +48,11 @@ def deals_experts(spec: ModelSpec, ep: int) -> bool:
     return ep > 1 and spec.num_experts > 0 and spec.num_experts % ep == 0
 
 
-def expert_sizes(spec: ModelSpec, tp: int, dp: int, *, most: int) -> list[int]:
+def expert_sizes(spec: ModelSpec, tp: int, copies: int, *, most: int) -> list[int]:
     """Of expert parallelism: 1, parts of the tp ranks of a replica, and whole experts on the ranks of a replica or of
-    several, at most `most` ranks."""
+    several copies, at most `most` ranks."""
     parts = [ep for ep in range(2, tp) if tp % ep == 0]
-    over = [tp * replicas for replicas in range(1, dp + 1) if dp % replicas == 0]
+    over = [tp * taken for taken in range(1, copies + 1) if copies % taken == 0]
     return [1, *(ep for ep in (*parts, *over) if ep <= max(most, tp) and deals_experts(spec, ep))]
 
 

@@ -12,7 +12,7 @@ ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the 
 SGD_BYTES = 20
 
 
-def hosts_of(layout: Layout, axis: Literal["tp", "cp", "dp", "pp"], device: Device) -> int:
+def hosts_of(layout: Layout, axis: Literal["tp", "cp", "copies", "pp"], device: Device) -> int:
     """That a group along the axis lies on; 2 stands for more, as the slower link is the same."""
     return 2 if layout.crosses_hosts(axis, device.profile.ranks_per_host) else 1
 
@@ -23,11 +23,11 @@ def layers_of_stages(spec: ModelSpec, layout: Layout) -> list[tuple[int, bool]]:
 
 
 def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
-    """The sum of the gradients over dp replicas, on the largest stage: 4 n bytes, which are float32; all-reduced, or
-    with ZeRO-1 reduce-scattered."""
-    if layout.dp == 1:
+    """The sum of the gradients over copies of the weights, on the largest stage: 4 n bytes, which are float32;
+    all-reduced, or with ZeRO-1 reduce-scattered."""
+    if layout.copies("dense") == 1:
         return Cost()
-    dense, experts, hosts = *_largest(spec, layout, head), hosts_of(layout, "dp", device)
+    dense, experts, hosts = *_largest(spec, layout, head), hosts_of(layout, "copies", device)
     reduce = device.reduce_scatter if _zero1(config) else device.all_reduce
     groups = _side_by_side(layout, hosts)
     return total(
@@ -38,8 +38,8 @@ def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, d
 
 
 def _largest(spec: ModelSpec, layout: Layout, head: Head) -> tuple[int, int]:
-    """Elements on the largest stage: those that all replicas sum, and experts of which there are fewer copies."""
-    if layout.replicas_per_expert_copy == 1:
+    """Elements on the largest stage: those that all copies sum, and experts of which there are fewer copies."""
+    if layout.dense_per_expert_copy == 1:
         return max(stage_elements(spec, head, layout, trained=True)), 0
     stages = zip(stage_elements(spec, head, layout, trained=True), expert_elements(spec, layout), strict=True)
     every, experts = max(stages)
@@ -53,20 +53,20 @@ def _side_by_side(layout: Layout, hosts: int) -> int:
 
 def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
     """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
-    the optimizer passes over the state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
+    the optimizer passes over the state. With ZeRO-1 each of c copies has n / c elements; b n bytes are gathered."""
     dense, experts = _largest(spec, layout, head)
-    elements = dense + experts
+    elements, copies = dense + experts, layout.copies("dense")
     layers = max(layers for layers, _ in layers_of_stages(spec, layout))
     busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
-    own = dense / layout.dp + experts / layout.copies("experts") if _zero1(config) else elements
+    own = dense / copies + experts / layout.copies("experts") if _zero1(config) else elements
     passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
     costs = [
         device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),
         device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
     ]
-    if layout.dp > 1 and _zero1(config):
-        size, hosts = device.itemsize(config.dtype) * elements, hosts_of(layout, "dp", device)
-        costs.append(device.all_gather(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts)))
+    if copies > 1 and _zero1(config):
+        size, hosts = device.itemsize(config.dtype) * elements, hosts_of(layout, "copies", device)
+        costs.append(device.all_gather(size, copies, hosts=hosts, groups=_side_by_side(layout, hosts)))
     return total(costs)
 
 

@@ -184,7 +184,7 @@ def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Devi
     in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
     micro-batches of its own, also of those that are scored later.
     """
-    rows = scored_rows(model.name, config, work).split(model.layout.row_shares)
+    rows = scored_rows(model.name, config, work).split(model.layout.dp)
     units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 
@@ -312,9 +312,8 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
     if len({rank // ranks_per_host for rank in ranks}) == 1:
         return False
     first = plan.rollout.ranks[0]
-    dp = plan.origin(first).dp
-    begin = dp - dp % plan.train.replicas_per_expert_copy  # of the replicas that share a copy of the experts
-    sources = (plan.train.rank_at(source._replace(dp=begin + source.dp)) for source in plan.sources(first))
+    copy = plan.train.copy_index("experts", plan.origin(first))
+    sources = (plan.train.rank_at(plan.train.in_expert_copy(copy, source)) for source in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 
 

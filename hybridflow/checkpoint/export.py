@@ -67,14 +67,14 @@ def export_huggingface(
     """
     grid, spec, head = role.grid, role.spec, role.head
     failure: str | None = None
-    if grid.inside and grid.dp_rank < grid.layout.replicas_per_expert_copy:
+    if grid.inside and grid.copy_index("experts") == 0:
         own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)
         adapters: dict[str, Tensor] = {}
         if spec.lora is not None:
             tensors = merged(tensors, spec, head, adapters)
-        if grid.tp_rank == grid.pp_rank == grid.dp_rank == 0:
+        if grid.is_first:
             partial = target.with_name(f".{target.name}.partial")
             try:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -107,21 +107,21 @@ def _whole_tensors(
 
     own: this rank's weights by megatron name.
     """
-    device, is_first = next(iter(own.values())).device, grid.tp_rank == grid.dp_rank == 0
+    device, is_first = next(iter(own.values())).device, grid.tp_rank == grid.copy_index("dense") == 0
     for weight, stage in staged_weights(spec, head, grid.layout.stages(spec.num_layers)):
         shapes, parts = weight.shapes(spec), []
-        if weight.group == "dense" and grid.dp_rank > 0:
+        if weight.group == "dense" and grid.copy_index("dense") > 0:
             continue
         if grid.pp_rank == stage:
             shards = _gather(own[weight.megatron].contiguous(), grid, weight.group)
             places = grid.layout.places(weight.group)
             parts = [part.contiguous() for part in whole_parts(weight, shards, spec, places)] if shards else []
-        elif grid.pp_rank == 0 and is_first:
+        elif grid.is_first:
             own_dtype = torch.float32 if weight.float32 else dtype
             parts = [torch.empty(shape, dtype=own_dtype, device=device) for shape in shapes]
         if stage != 0 and is_first:
             _to_first_stage(parts, stage, grid)
-        if grid.pp_rank == 0 and is_first:
+        if grid.is_first:
             for name, part, shape in zip(weight.hf, parts, shapes, strict=True):
                 assert tuple(part.shape) == shape, f"{name}: {tuple(part.shape)}, expected {shape}"
                 yield name, part.cpu()

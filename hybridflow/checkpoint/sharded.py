@@ -134,9 +134,8 @@ def _boxes(role: SavedRole) -> list[Box]:
     states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}
     boxes: list[Box] = []
     if trained is not None:
-        is_first = grid.tp_rank == grid.pp_rank == grid.dp_rank == 0
         steps = torch.tensor([num_steps(trained)], dtype=torch.float64)
-        boxes.append(Box(STEPS, (1,), (0,), steps, written=is_first))
+        boxes.append(Box(STEPS, (1,), (0,), steps, written=grid.is_first))
     for i, (weight, parameter) in enumerate(weights):
         (key, _), first_copy = stored_at(weight), _is_first_copy(weight, role)
         whole, flat = (0, parameter.numel()), parameter.data.view(-1)
@@ -155,7 +154,7 @@ def _dealt(weights: list[tuple[Weight, Tensor]], grid: Grid) -> set[int]:
     found: set[int] = set()
     for group in GROUPS:
         numbers = [i for i, (weight, _) in enumerate(weights) if weight.group == group]
-        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.own_coordinates)
+        copies, copy = grid.layout.copies(group), grid.copy_index(group)
         found |= {numbers[i] for i in balanced_partition([weights[i][1].numel() for i in numbers], copies)[copy]}
     return found
 

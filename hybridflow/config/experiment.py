@@ -345,13 +345,13 @@ class ExperimentConfig(RunConfig):
 
     def _check_replicas(self, name: str, layout: Layout) -> None:
         fewest = self.fewest_rows
-        if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.row_shares:
+        if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.dp:
             what = "algorithm.update.mini_batch_size"
             if fewest < self.mini_batch_size:
                 what = "data.prompts_per_iteration x the smallest samples_per_prompt"
             raise ConfigError(
                 f"{what} = {fewest} leaves replicas of {name} without "
-                f"a sequence: {name} has data_parallel_size {layout.row_shares} on {counted(len(layout.ranks))}"
+                f"a sequence: {name} has data_parallel_size {layout.dp} on {counted(len(layout.ranks))}"
             )
 
     def _check_engine(self, actor: Layout | None, world_size: int) -> None:

@@ -163,10 +163,10 @@ class FixedDataConfig(RunConfig):
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out."""
         layouts = self.role_layouts(world_size, reasons)
         name, rows = self.trained_name, self.fewest_rows
-        if name in layouts and rows < layouts[name].row_shares:
+        if name in layouts and rows < layouts[name].dp:
             reasons.lines.append(
                 f"data.batch_size = {rows} leaves replicas of {name} without a row: {name} has data_parallel_size "
-                f"{layouts[name].row_shares} on {counted(len(layouts[name].ranks))}"
+                f"{layouts[name].dp} on {counted(len(layouts[name].ranks))}"
             )
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}

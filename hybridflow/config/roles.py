@@ -110,8 +110,8 @@ class LayoutConfig(Section):
         return expert_tensor_parallel(*sizes)
 
     @property
-    def replicas_per_expert_copy(self) -> int:
-        """Replicas that share one copy of the experts, as `Layout.replicas_per_expert_copy`."""
+    def dense_per_expert_copy(self) -> int:
+        """Copies of the dense weights that share one copy of the experts, as `Layout.dense_per_expert_copy`."""
         return self.expert_tp * self.expert_parallel_size // self.tensor_parallel_size
 
     def _check_experts(self) -> None:
@@ -138,15 +138,16 @@ class LayoutConfig(Section):
         self._check_copies(name, len(ranks) // (self.tensor_parallel_size * self.pipeline_parallel_size))
         return self.layout_on(ranks)
 
-    def _check_copies(self, name: str, dp: int) -> None:
-        """Raise ConfigError unless the replicas make up whole copies of the experts."""
+    def _check_copies(self, name: str, dense: int) -> None:
+        """Raise ConfigError unless so many copies of the dense weights make up whole copies of the experts."""
         tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
-        replicas = self.replicas_per_expert_copy
-        if dp % replicas:
+        replicas = self.dense_per_expert_copy
+        if dense % replicas:
+            counted = "data-parallel replicas" if self.context_parallel_size == 1 else "copies of the model"
             raise ConfigError(
                 f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "
                 f"{ep} ranks, which are {replicas} replicas of tensor_parallel_size = {tp}: {replicas} does not divide "
-                f"{dp} data-parallel replicas: {dp} = {dp // replicas} x {replicas} + {dp % replicas}"
+                f"{dense} {counted}: {dense} = {dense // replicas} x {replicas} + {dense % replicas}"
             )
 
     def layout_on(self, ranks: tuple[int, ...]) -> Layout:
@@ -155,7 +156,7 @@ class LayoutConfig(Section):
         return Layout(
             tp=tp,
             pp=pp,
-            dp=len(ranks) // (tp * pp),
+            dp=len(ranks) // (tp * pp * self.context_parallel_size),
             cp=self.context_parallel_size,
             ranks=ranks,
             vpp=self.virtual_pipeline_parallel_size,
@@ -184,7 +185,7 @@ class RoleConfig(LayoutConfig):
     @model_validator(mode="after")
     def _check_dispatcher(self) -> Self:
         if self.token_dispatcher == "deepep":
-            if self.replicas_per_expert_copy == 1:
+            if self.dense_per_expert_copy == 1:
                 shared = self.tensor_parallel_size
                 raise ValueError(
                     "token_dispatcher = deepep needs experts that replicas share: expert_tensor_parallel_size x "

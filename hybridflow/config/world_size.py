@@ -46,5 +46,5 @@ def _least_ranks(role: RoleConfig) -> int:
     if role.data_parallel_size is not None:
         copies = context * role.data_parallel_size
     else:
-        copies = math.lcm(context, role.replicas_per_expert_copy)
+        copies = math.lcm(context, role.dense_per_expert_copy)
     return role.tensor_parallel_size * role.pipeline_parallel_size * copies

@@ -106,7 +106,7 @@ class OverlappedScoring:
         self._board: WorkQueue | None = None  # of the first rank of a replica, which asks for the others
         if notices is not None and self._replica is not None and layout.contributes(rank):
             self._board = WorkQueue(notices, self._replica, len(layout.replicas))
-        self._num_shares = max((model.role.grid.layout.row_shares for model in self._models), default=1)
+        self._num_shares = max((model.role.grid.dp for model in self._models), default=1)
         self._calls: RolloutCalls | None = None
         self._begun = False
 
@@ -262,7 +262,7 @@ class OverlappedScoring:
         done = torch.zeros(sum(sizes), dtype=torch.int64, device=self._exchange.device)  # who + 1, or 0
         parts = done.split(sizes)
         for model, part in zip(self._models, parts, strict=False):
-            if model.ahead.known:
+            if model.ahead.known and model.role.grid.cp_rank == 0:  # one tells of the ranks that share tokens
                 part[list(model.ahead.known)] = model.role.grid.dp_rank + 1
         if self._calls is not None:
             parts[-1][list(self._calls.close())] = self._rank + 1

@@ -44,7 +44,7 @@ def routing_metrics(actor: Actor, exchange: Exchange) -> tuple[Metrics, dict[int
         return {}, {}
     own = torch.cat([actor.routing_counts, actor.expert_load.flatten()])
     # tensor-parallel ranks choose alike, and one counts; else each rank counts the rank's tokens
-    alike = actor.grid.layout.replicas_per_expert_copy == 1
+    alike = actor.grid.layout.dense_per_expert_copy == 1
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
     differ, pairs, *tokens = exchange.sum(own).tolist()

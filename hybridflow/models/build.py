@@ -91,7 +91,7 @@ class PackedModel(LanguageModule):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.router.normalizes
                 layer.mlp.router.scaling = spec.router.scaling
                 layer.mlp.router.groups = ExpertGroups(spec.router.groups, spec.router.chosen_groups)
-                if layout.replicas_per_expert_copy > 1:
+                if layout.dense_per_expert_copy > 1:
                     _share_experts(layer.mlp, config)
         for module in self.modules():
             finish: Any = getattr(module, "finish_init", None)

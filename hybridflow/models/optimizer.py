@@ -136,7 +136,7 @@ class TrainedModel:
         dtype = chunks[0].config.params_dtype
         self.config = config
         bucket_elements = None if bucket_bytes is None else bucket_bytes // dtype.itemsize
-        overlap = overlap and grid.dp > 1
+        overlap = overlap and grid.layout.copies("dense") > 1
         self.chunks = [
             BucketedDataParallel(chunk, grid, zero1=self.zero1, bucket_elements=bucket_elements, overlap=overlap)
             for chunk in chunks

@@ -18,7 +18,7 @@ def token_dispatcher(config: TransformerConfig, grid: Grid, wanted: DispatcherNa
     """
     place, num_experts = grid.place("experts"), not_none(config.num_moe_experts)
     num_held = num_experts // place.ep
-    if grid.layout.replicas_per_expert_copy == 1:
+    if grid.layout.dense_per_expert_copy == 1:
         sequence_parallel = config.sequence_parallel
         return WithinReplica(place, num_held, grid.groups.tp, sequence_parallel=sequence_parallel)
     group = grid.groups.tp_ep

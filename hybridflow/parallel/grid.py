@@ -53,7 +53,7 @@ class Grid:
     def build(cls, layout: Layout, groups: ProcessGroups) -> "Grid":
         """Every rank of the world calls this in the same order, those outside the layout too."""
         collection, rank = _collection(layout, groups), dist.get_rank()
-        context = groups.own(layout.context_groups()) if layout.cp > 1 else None
+        context = groups.own(layout.groups("cp")) if layout.cp > 1 else None
         if rank not in layout:
             return cls(layout, None, None)
         return cls(layout, layout.coordinates(rank), collection, context)
@@ -94,14 +94,9 @@ class Grid:
         return self.own_coordinates.dp
 
     @property
-    def row_share(self) -> int:
-        """Which of `Layout.row_shares` this rank computes, alone or with the ranks that share tokens with it."""
-        return self.dp_rank // self.layout.cp
-
-    @property
     def cp_rank(self) -> int:
         """This rank's place among those that share tokens."""
-        return self.dp_rank % self.layout.cp
+        return self.own_coordinates.cp
 
     def in_step(self, *, trains: bool) -> list[dist.ProcessGroup]:
         """Of ranks that run as many passes as each other: those that share experts.
@@ -109,7 +104,7 @@ class Grid:
         Where gradients are summed up during the last pass, also those that share tokens: else a sum that waits for a
         rank would stand in front of a gather that the rank waits for.
         """
-        found = [self.groups.tp_ep] if self.layout.replicas_per_expert_copy > 1 else []
+        found = [self.groups.tp_ep] if self.layout.dense_per_expert_copy > 1 else []
         if trains and self.context_group is not None:
             found.append(self.groups.dp if found else self.context_group)
         return found
@@ -117,6 +112,15 @@ class Grid:
     def place(self, group: Group) -> Place:
         """Which part of the weights of a group this rank holds."""
         return self.layout.place(group, self.own_coordinates)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the layout's first, which tells what is alike on all ranks."""
+        return self.coordinates == (0, 0, 0, 0)
+
+    def copy_index(self, group: Group) -> int:
+        """Which copy of the weights of a group this rank has a part of."""
+        return self.layout.copy_index(group, self.own_coordinates)
 
     @property
     def is_first_stage(self) -> bool:
@@ -128,7 +132,7 @@ class Grid:
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank contributes a replica's results to an exchange: one rank of each replica does."""
+        """Whether this rank contributes results to an exchange: one rank of each copy of the weights does."""
         return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
@@ -152,20 +156,20 @@ class GroupsOfGrid(ProcessGroupCollection):
 
 
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
-    """The groups of the collection are None on ranks outside the layout."""
-    tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
+    """The groups of the collection are None on ranks outside the layout. megatron's dp: copies of the dense weights."""
+    tp, copies, pp = (groups.own(layout.groups(*axes)) for axes in (("tp",), ("cp", "dp"), ("pp",)))
     both = groups.own(layout.groups("tp", "pp"))
-    dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both}
-    dense["tp_dp_cp"] = groups.own(layout.groups("tp", "dp"))
+    dense = {"tp": tp, "dp": copies, "pp": pp, "mp": both}
+    dense["tp_dp_cp"] = groups.own(layout.groups("tp", "cp", "dp"))
     dense["intra_dist_opt"] = groups.own([layout.ranks])
     dense["embd"] = groups.own(_ends(layout))
-    dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
+    dense["pos_embd"] = groups.own(layout.groups()[: layout.ranks_per_stage])
     alone = groups.own((rank,) for rank in layout.ranks)  # megatron's layers know nothing of context parallelism
     return GroupsOfGrid(
         **dense,
         **_groups_of_experts(layout, groups),
         cp=alone,
-        **dict.fromkeys(("dp_cp", "intra_dp_cp"), dp),
+        **dict.fromkeys(("dp_cp", "intra_dp_cp"), copies),
         tp_cp=tp,
         inter_dist_opt=None,
         hcp=None,

@@ -1,14 +1,14 @@
-"""Where ranks stand, without any process group: training layouts TP x PP x DP and rollout layouts. Pure.
+"""Where ranks stand, without any process group: training layouts TP x CP x DP x PP and rollout layouts. Pure.
 
-Ranks of a layout are numbered with tp fastest, then dp, then pp: tp neighbours share a node, pipeline stages lie far
+Ranks of a layout are numbered with tp fastest, then cp, dp, pp: tp neighbours share a node, pipeline stages lie far
 apart. What a rank holds follows from the rank's coordinates alone, on every rank alike, and so does every plan.
 
 Weights are in two groups. Dense ones are cut over the tp ranks of a replica. Experts cut the same ranks of a stage
-anew: etp fastest, then ep, then replicas. With etp x ep = tp they too lie within a replica; with more, as many
-neighbouring replicas as that takes share one copy of the experts.
+anew: etp fastest, then ep, then copies. With etp x ep = tp the same ranks hold a copy of both; with more, as many
+neighbouring copies of the dense weights as that takes share one copy of the experts.
 
-With context parallelism `cp` neighbours in dp share the tokens of the same rows. Each has a copy of the weights: for
-weights they are replicas like any others. Only who computes which rows asks for cp.
+The dp replicas see different rows. Within one, cp neighbours share the tokens of the same rows. Each of the dp x cp has
+a copy of the dense weights: what concerns weights asks for `copies`, what concerns rows for dp.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ class TrainingCoordinates(NamedTuple):
     """Of a rank in a training layout."""
 
     tp: int
+    cp: int
     dp: int
     pp: int
 
@@ -73,30 +74,31 @@ def _places(cut: Cut, group: Group) -> tuple[Place, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One role's TP x PP x DP over the role's ranks."""
+    """One role's TP x CP x DP x PP over the role's ranks."""
 
     tp: int
     pp: int
-    dp: int
+    dp: int  # replicas that see different rows
     ranks: tuple[int, ...]  # ascending
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
     first_stage_layers: int | None = None  # None: alike on all stages
     last_stage_layers: int | None = None
     ep: int = 1  # runs of experts
     etp: int | None = None  # ranks that share each expert; None: see `expert_tp`
-    cp: int = 1  # neighbours in dp that share the tokens of their rows
+    cp: int = 1  # ranks that share the tokens of the same rows
 
     def __post_init__(self) -> None:
-        if self.tp * self.pp * self.dp != len(self.ranks):
-            grid = f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp}"
-            raise ValueError(f"{grid} does not fill {len(self.ranks)} ranks")
+        if self.tp * self.cp * self.pp * self.dp != len(self.ranks):
+            raise ValueError(f"{self._product('tp', 'cp', 'pp', 'dp')} does not fill {len(self.ranks)} ranks")
         if list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks must ascend: {self.ranks}")
-        if self.dp % self.cp:
-            raise ValueError(f"cp = {self.cp} does not divide dp = {self.dp}")
-        if self.expert_tp * self.ep % self.tp or self.dp % self.replicas_per_expert_copy:
-            experts, own = f"{self.expert_tp} x {self.ep}", f"tp x dp = {self.tp} x {self.dp}"
+        if self.expert_tp * self.ep % self.tp or self.copies("dense") % self.dense_per_expert_copy:
+            experts, own = f"{self.expert_tp} x {self.ep}", self._product("tp", "cp", "dp")
             raise ValueError(f"etp x ep = {experts} must be a multiple of tp = {self.tp} that divides {own}")
+
+    def _product(self, *axes: str) -> str:
+        named = [axis for axis in axes if axis != "cp" or self.cp > 1]
+        return f"{' x '.join(named)} = {' x '.join(str(getattr(self, axis)) for axis in named)}"
 
     @property
     def expert_tp(self) -> int:
@@ -104,13 +106,12 @@ class Layout:
         return expert_tensor_parallel(self.tp, self.ep, self.etp)
 
     @property
-    def row_shares(self) -> int:
-        """How many shares the rows of a batch are dealt into, one for the ranks that share tokens."""
-        return self.dp // self.cp
+    def ranks_per_stage(self) -> int:
+        return len(self.ranks) // self.pp
 
     @property
-    def replicas_per_expert_copy(self) -> int:
-        """Replicas that share one copy of the experts, neighbours in dp."""
+    def dense_per_expert_copy(self) -> int:
+        """Copies of the dense weights, neighbours, that share one copy of the experts."""
         return self.expert_tp * self.ep // self.tp
 
     @property
@@ -122,27 +123,37 @@ class Layout:
 
     def place_index(self, group: Group, at: TrainingCoordinates) -> int:
         """Which of `places` the rank there holds."""
-        return at.tp if group == "dense" else at.dp % self.replicas_per_expert_copy * self.tp + at.tp
+        return self.copy_index("dense", at) % self._dense_copies(group) * self.tp + at.tp
 
     def place(self, group: Group, at: TrainingCoordinates) -> Place:
         return self.places(group)[self.place_index(group, at)]
 
     def holder(self, group: Group, index: int, near: TrainingCoordinates) -> TrainingCoordinates:
         """Who holds part `index` of `places` in the copy that the rank `near` has a part of, on the stage of `near`."""
-        if group == "dense":
-            return near._replace(tp=index)
-        replica, tp = divmod(index, self.tp)
-        return near._replace(
-            tp=tp, dp=near.dp // self.replicas_per_expert_copy * self.replicas_per_expert_copy + replica
-        )
+        dense, tp = divmod(index, self.tp)
+        return self.at(tp, self.copy_index(group, near) * self._dense_copies(group) + dense, near.pp)
+
+    def in_expert_copy(self, copy: int, at: TrainingCoordinates) -> TrainingCoordinates:
+        """The like of the rank there in this copy of the experts."""
+        within = self.copy_index("dense", at) % self.dense_per_expert_copy
+        return self.at(at.tp, copy * self.dense_per_expert_copy + within, at.pp)
 
     def copies(self, group: Group) -> int:
         """How many copies of the weights there are."""
-        return self.dp if group == "dense" else self.dp // self.replicas_per_expert_copy
+        return self.dp * self.cp // self._dense_copies(group)
 
     def copy_index(self, group: Group, at: TrainingCoordinates) -> int:
         """Which of the copies the rank there has a part of."""
-        return at.dp if group == "dense" else at.dp // self.replicas_per_expert_copy
+        return (at.dp * self.cp + at.cp) // self._dense_copies(group)
+
+    def _dense_copies(self, group: Group) -> int:
+        """Neighbouring copies of the dense weights on whose ranks one copy of the group lies."""
+        return 1 if group == "dense" else self.dense_per_expert_copy
+
+    def at(self, tp: int, copy: int, pp: int) -> TrainingCoordinates:
+        """Who holds part `tp` of this copy of the dense weights on the stage."""
+        dp, cp = divmod(copy, self.cp)
+        return TrainingCoordinates(tp, cp, dp, pp)
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -152,26 +163,20 @@ class Layout:
         return rank in self._index
 
     def rank_at(self, at: TrainingCoordinates) -> int:
-        return self.ranks[(at.pp * self.dp + at.dp) * self.tp + at.tp]
+        return self.ranks[((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp]
 
     def coordinates(self, rank: int) -> TrainingCoordinates:
         rest, tp = divmod(self._index[rank], self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return TrainingCoordinates(tp, dp, pp)
+        pp, copy = divmod(rest, self.copies("dense"))
+        return self.at(tp, copy, pp)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
-        return self._groups({"pp": self.pp, "dp": self.dp, "tp": self.tp}, axes)
-
-    def context_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that share tokens, and stand alike in all else."""
-        return [ranks[i : i + self.cp] for ranks in self.groups("dp") for i in range(0, self.dp, self.cp)]
+        """The groups of ranks that differ in `axes` (tp, cp, dp, pp) alone; all ascending, every rank in one."""
+        return self._groups({"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}, axes)
 
     def groups_of_first_rank(self) -> dict[str, list[int]]:
-        """By axis; dp without the ranks that share tokens, which have an axis of their own where there are such."""
-        found = {axis: list(self.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
-        shared = {"cp": list(self.context_groups()[0])} if self.cp > 1 else {}
-        return {"tp": found["tp"], "pp": found["pp"], **shared, "dp": found["dp"][:: self.cp]}
+        """By axis; cp where ranks share tokens."""
+        return {axis: list(self.groups(axis)[0]) for axis in ("tp", "pp", "cp", "dp") if axis != "cp" or self.cp > 1}
 
     def expert_groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The same of how the experts are cut: axes are "etp", "ep", "edp" (copies of the experts), "pp"."""
@@ -191,16 +196,15 @@ class Layout:
         first = offsets([axis for axis in sizes if axis not in axes])
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
-    def crosses_hosts(self, axis: Literal["tp", "cp", "dp", "pp"], ranks_per_host: int) -> bool:
-        """Whether messages along an axis, or between ranks that share tokens (cp), leave a host.
+    def crosses_hosts(self, axis: Literal["tp", "cp", "copies", "pp"], ranks_per_host: int) -> bool:
+        """Whether messages along an axis, or between copies of the weights, leave a host.
 
         A host's ranks are neighbours, the first a multiple.
         """
         hosts = [rank // ranks_per_host for rank in self.ranks]
-        stage = self.tp * self.dp
         if axis == "pp":
-            return any(own != following for own, following in zip(hosts, hosts[stage:], strict=False))
-        size = {"tp": self.tp, "cp": self.tp * self.cp, "dp": stage}[axis]
+            return any(own != following for own, following in zip(hosts, hosts[self.ranks_per_stage :], strict=False))
+        size = {"tp": self.tp, "cp": self.tp * self.cp, "copies": self.ranks_per_stage}[axis]
         return size > 1 and any(hosts[i] != hosts[i + size - 1] for i in range(0, len(hosts), size))
 
     def chunks(self, num_layers: int) -> tuple[Stages, ...]:

@@ -120,25 +120,25 @@ def gradient_bytes(elements: int) -> int:
     return MAIN_BYTES * elements
 
 
-def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp: int) -> int:
-    """Main weights and moments after the first update, (main + moments) elements / (dp with ZeRO-1).
+def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, copies: int) -> int:
+    """Main weights and moments after the first update, (main + moments) elements / (copies with ZeRO-1).
 
     main: 4 bytes for bfloat16 models; the weights of float32 models are their own main weights. moments: 8 bytes for
-    Adam, 4 for SGD with momentum, 0 without. ZeRO-1 (Rajbhandari et al. 2020, stage 1) splits both over the replicas;
+    Adam, 4 for SGD with momentum, 0 without. ZeRO-1 (Rajbhandari et al. 2020, stage 1) splits both over the copies;
     megatron's distributed optimizer knows Adam alone.
     """
     moments = {"adam": 2 * MAIN_BYTES, "sgd": MAIN_BYTES if optimizer.momentum else 0}[optimizer.name]
     main = MAIN_BYTES if dtype == "bfloat16" else 0
-    replicas = dp if optimizer.zero1 and optimizer.name == "adam" else 1
-    return ceil(elements * (main + moments) / replicas)
+    shares = copies if optimizer.zero1 and optimizer.name == "adam" else 1
+    return ceil(elements * (main + moments) / shares)
 
 
 def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: TrainedRoleConfig) -> tuple[int, ...]:
     """`optimizer_bytes` on a rank of each stage: of experts there may be fewer copies than replicas."""
     elements, experts = stage_elements(spec, head, layout, trained=True), expert_elements(spec, layout)
     return tuple(
-        optimizer_bytes(each - own, config.optimizer, dtype=config.dtype, dp=layout.copies("dense"))
-        + optimizer_bytes(own, config.optimizer, dtype=config.dtype, dp=layout.copies("experts"))
+        optimizer_bytes(each - own, config.optimizer, dtype=config.dtype, copies=layout.copies("dense"))
+        + optimizer_bytes(own, config.optimizer, dtype=config.dtype, copies=layout.copies("experts"))
         for each, own in zip(elements, experts, strict=True)
     )
 

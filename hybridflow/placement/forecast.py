@@ -240,7 +240,7 @@ def memory_of(run: PlacedModels) -> ModelMemory:
 
 
 def role_memory(config: AnyConfig, model: PlacedModel, shares_base: bool = False) -> RoleMemory:
-    rows = ceil(rows_together(config, model.config) / model.layout.row_shares)
+    rows = ceil(rows_together(config, model.config) / model.layout.dp)
     return RoleMemory(model, config.max_sequence_length, rows, shares_base)
 
 
@@ -288,8 +288,7 @@ def _role_report(model: PlacedModel) -> Report:
         "parameters": num_parameters(spec.base, spec.head),
         "trained_parameters": num_trained(spec, model.head) if spec.lora is not None else None,
         "dtype": model.config.dtype,
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")},
-        "dp": layout.row_shares,
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],

@@ -136,6 +136,7 @@ def _host_of(hosts: Iterable[HostRanks]) -> dict[int, str]:
 
 
 def _coordinates(layout: Layout | RolloutLayout, ranks: range) -> str:
-    """`tp 0-1 dp 0 pp 0` of those ranks that are in the layout."""
+    """`tp 0-1 dp 0 pp 0` of those ranks that are in the layout; cp where ranks share tokens."""
     found = [layout.coordinates(rank)._asdict() for rank in ranks if rank in layout]
-    return " ".join(f"{axis} {shown(sorted({each[axis] for each in found}))}" for axis in found[0]) if found else "-"
+    axes = [axis for axis in found[0] if axis != "cp" or getattr(layout, axis) > 1] if found else []
+    return " ".join(f"{axis} {shown(sorted({each[axis] for each in found}))}" for axis in axes) or "-"

@@ -109,7 +109,7 @@ def role_bytes(model: PlacedModel, *, cuda: bool) -> tuple[int, ...]:
 @cache
 def _bytes_of_stages(layout: Layout, trained: bool, zero1: bool, tied: bool) -> tuple[int, ...]:
     counts = _counts(_of_role(layout, trained, zero1, tied))
-    return tuple(COMMUNICATOR * counts[rank] for rank in layout.ranks[:: layout.tp * layout.dp])
+    return tuple(COMMUNICATOR * counts[rank] for rank in layout.ranks[:: layout.ranks_per_stage])
 
 
 @cache
@@ -159,13 +159,13 @@ def _ways(model: PlacedModel) -> tuple[bool, bool, bool]:
 
 
 def _of_role(layout: Layout, trained: bool, zero1: bool, tied: bool) -> Iterator[Communicator]:
-    groups, shares_experts = layout.groups("tp"), layout.replicas_per_expert_copy > 1
+    groups, shares_experts = layout.groups("tp"), layout.dense_per_expert_copy > 1
     if layout.cp > 1:
-        groups += layout.context_groups()
+        groups += layout.groups("cp")
     if shares_experts:
         groups += layout.expert_groups("etp", "ep")
     if trained:
-        groups += layout.groups("dp")
+        groups += layout.groups("cp", "dp")
         groups += layout.expert_groups("edp") if shares_experts else []
         # the norm of the gradients: of all ranks with ZeRO-1, otherwise of a copy of the weights
         groups += [layout.ranks] if zero1 else layout.groups("tp", "pp")

@@ -43,13 +43,13 @@ def asks_for(config: ExperimentConfig, name: str) -> bool:
 def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Block]]:
     """The blocks that lie within each engine replica; those that lie within none are left out.
 
-    There are none where replicas share experts, or ranks tokens: they compute together, and others still generate.
+    There are none where replicas share experts: they compute together, and others still generate.
     """
     found: dict[int, list[Block]] = {}
-    if layout.replicas_per_expert_copy > 1 or layout.cp > 1:
+    if layout.dense_per_expert_copy > 1:
         return found
-    for block in layout.groups("tp", "pp"):
+    for block in layout.groups("tp", "cp", "pp"):
         replicas = {rollout.coordinates(rank).replica if rank in rollout else None for rank in block}
         if len(replicas) == 1 and (replica := replicas.pop()) is not None:
-            found.setdefault(replica, []).append(tuple(sorted(block)))
+            found.setdefault(replica, []).append(block)
     return found

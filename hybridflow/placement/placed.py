@@ -271,7 +271,7 @@ def _check_head(name: str, spec: ModelSpec) -> None:
 
 def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
     """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    copies = lcm(config.replicas_per_expert_copy, config.context_parallel_size)
+    copies = lcm(config.dense_per_expert_copy, config.context_parallel_size)
     num_ranks = copies * config.tensor_parallel_size * config.pipeline_parallel_size
     try:
         config.layout_on(tuple(range(num_ranks))).stages(spec.num_layers)

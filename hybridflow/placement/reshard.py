@@ -47,7 +47,7 @@ class _Local(NamedTuple):
     receive_buffers: Counter[int]  # bucket -> elements
 
 
-# of a rank: all that a _Local depends on; dp: among the replicas that share a copy of the experts
+# of a rank: all that a _Local depends on; where in training: of the like in the first copy of the experts
 _Kind = tuple[bool, TrainingCoordinates, tuple[int, ...] | None]
 
 
@@ -89,11 +89,7 @@ class ReshardForecast:
         """All that `_Local` depends on: where it receives from first, the place in the engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
         engine = rollout.coordinates(rank)[1:] if rank in rollout else None
-        return (
-            rank in self._plan.train,
-            origin._replace(dp=origin.dp % self._plan.train.replicas_per_expert_copy),
-            engine,
-        )
+        return rank in self._plan.train, self._plan.train.in_expert_copy(0, origin), engine
 
     def _local(self, rank: int) -> _Local:
         key = self._key(rank)
@@ -104,8 +100,7 @@ class ReshardForecast:
             for name, operation in operations.items():
                 for source, piece in operation.pieces:
                     if source != rank:
-                        at = train.coordinates(source)
-                        at = at._replace(dp=at.dp % train.replicas_per_expert_copy)
+                        at = train.in_expert_copy(0, train.coordinates(source))
                         pieces[self._bucket[name], at].append((operation.weight, piece))
             received = {key: tuple(parcels_of(found)) for key, found in pieces.items()}
             buffers: Counter[int] = Counter()
@@ -127,15 +122,14 @@ class ReshardForecast:
         packed: dict[tuple[_Kind, int, TrainingCoordinates], list[tuple[Content, int]]] = {}
         train = self._plan.train
         for rank in self.ranks:
-            dp = self._plan.origin(rank).dp
+            copy = train.copy_index("experts", self._plan.origin(rank))
             for (bucket, source), parcels in self._local_of[rank].received.items():
                 key = (self._key(rank), bucket, source)
                 if key not in packed:
                     packed[key] = [
                         (content(parcel), _elements(parcel)) for parcel in parcels if not self._is_whole(parcel)
                     ]
-                at = source._replace(dp=dp - dp % train.replicas_per_expert_copy + source.dp)
-                found[train.rank_at(at)][bucket].update(packed[key])
+                found[train.rank_at(train.in_expert_copy(copy, source))][bucket].update(packed[key])
         return found
 
     def _is_whole(self, parcel: Parcel) -> bool:
@@ -213,11 +207,7 @@ class EngineHoldings:
     def standing(self, rank: int) -> _Kind:
         """All that `own_and_released` depends on."""
         origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
-        return (
-            rank in self._plan.train,
-            origin._replace(dp=origin.dp % self._plan.train.replicas_per_expert_copy),
-            engine[1:],
-        )
+        return rank in self._plan.train, self._plan.train.in_expert_copy(0, origin), engine[1:]
 
     def _count(self, rank: int) -> tuple[int, int]:
         outlines = self._plan.outlines(rank)
@@ -249,13 +239,13 @@ def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> dict[st
     HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
     the training groups: t_g divides tp, p_g divides pp, on the same ranks, of which tp pp have a whole model: experts
     do not lie over several replicas. DeepSpeed-Chat (the same table):
-    (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
+    (n - 1) / n M of n ranks, where training and generation share ranks. Both count a model whose every weight is
     split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
     """
     shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
     same = train.ranks == rollout.ranks
     within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
-    within = within and train.replicas_per_expert_copy == 1
+    within = within and train.dense_per_expert_copy == 1
     return {
         "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
         "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,

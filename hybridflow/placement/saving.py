@@ -2,7 +2,7 @@
 
     written_bytes(model, bucket_bytes=...)    by rank; with checkpoint.async_save also what it copies to host memory
 
-As `checkpoint.sharded.prepare_save` deals it out: of what ranks hold alike one copy is written. Data-parallel replicas
+As `checkpoint.sharded.prepare_save` deals it out: of what ranks hold alike one copy is written. Copies of the model
 share the weights, whole parameters each; so they do with optimizer state, unless ZeRO-1 has it lie in shares, of which
 each is written where it lies. Not counted: a kilobyte a tensor that describes it, and the tokenizer.
 """
@@ -110,7 +110,7 @@ class _Stage:
 
     def _state_bytes(self, dtype: str) -> int:
         """Of the optimizer, an element of a weight of this dtype."""
-        return 0 if self._optimizer is None else optimizer_bytes(1, self._optimizer, dtype=dtype, dp=1)
+        return 0 if self._optimizer is None else optimizer_bytes(1, self._optimizer, dtype=dtype, copies=1)
 
     @property
     def _is_last(self) -> bool:
@@ -156,7 +156,7 @@ class _Stage:
             for buffer, copies in self._buffers(chunk):
                 alone = {i for i, weight in enumerate(buffer) if tied and weight == embedding(self.model.spec)}
                 sizes = [self._sizes[weight] for weight in buffer]
-                shares = zero1_shares(sizes, alone=alone, bucket_elements=elements, dp=copies)
+                shares = zero1_shares(sizes, alone=alone, bucket_elements=elements, copies=copies)
                 found |= dict(zip(buffer, shares, strict=True))
         return found
 
@@ -165,8 +165,8 @@ class _Stage:
         layout, narrow = self.model.layout, self.model.config.dtype != "float32"
         for float32 in (False, True):
             alike = [weight for weight in chunk if (narrow and weight.float32) == float32]
-            if layout.replicas_per_expert_copy == 1:
-                yield alike, layout.dp
+            if layout.dense_per_expert_copy == 1:
+                yield alike, layout.copies("dense")
                 continue
             for group in GROUPS:
                 yield [weight for weight in alike if weight.group == group], layout.copies(group)
@@ -197,24 +197,24 @@ def _registered_at(weight: Weight) -> int:
 
 
 def zero1_shares(
-    sizes: Sequence[int], *, alone: Collection[int], bucket_elements: int | None, dp: int
+    sizes: Sequence[int], *, alone: Collection[int], bucket_elements: int | None, copies: int
 ) -> list[list[int]]:
-    """How many elements of each parameter every replica's optimizer steps, as megatron-core 0.16.1 cuts the buffer.
+    """How many elements of each parameter the optimizer of every copy steps, as megatron-core 0.16.1 cuts the buffer.
 
     From the last parameter to the first they fill buckets, which end where they have `bucket_elements` or more, and
-    before and after a parameter of `alone`. Parameters and buckets are padded; of each bucket replica i has the i-th of
-    dp equal runs.
+    before and after a parameter of `alone`. Parameters and buckets are padded; of each bucket copy i has the i-th of
+    as many equal runs.
     """
-    found = [[0] * dp for _ in sizes]
+    found = [[0] * copies for _ in sizes]
     begin = end = 0  # of the bucket
     bucket: list[tuple[int, int]] = []  # (parameter, start)
 
     def closed() -> int:
-        stop = _padded(end, lcm(dp, BUCKET_ALIGNMENT))
-        bounds = [begin, *accumulate([(stop - begin) // dp] * dp, initial=begin)][1:]
+        stop = _padded(end, lcm(copies, BUCKET_ALIGNMENT))
+        bounds = [begin, *accumulate([(stop - begin) // copies] * copies, initial=begin)][1:]
         for parameter, start in bucket:
             found[parameter] = [
-                max(0, min(start + sizes[parameter], bounds[i + 1]) - max(start, bounds[i])) for i in range(dp)
+                max(0, min(start + sizes[parameter], bounds[i + 1]) - max(start, bounds[i])) for i in range(copies)
             ]
         bucket.clear()
         return stop

@@ -1,7 +1,7 @@
 """layout.json of a run directory: which ranks the roles and the engine lie on, for who looks at the run later."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ def _fields(layout: Layout | RolloutLayout, names: str) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in names.split()}
 
 
+def _layout(*, tp: int, pp: int, dp: int, ranks: Sequence[int], cp: int = 1, **more: Any) -> Layout:
+    """Older versions wrote dp x cp as dp."""
+    return Layout(tp, pp, dp // cp if tp * pp * dp == len(ranks) else dp, tuple(ranks), cp=cp, **more)
+
+
 def read_layout(run_dir: Path) -> RunLayout | None:
     """None where there is none: versions before it did not write one. Errors: RunDirError where it is damaged."""
     file = run_dir / LAYOUT
@@ -54,7 +59,7 @@ def read_layout(run_dir: Path) -> RunLayout | None:
         return None
     try:
         tree = parse_json(file.read_bytes(), "")
-        roles = {name: Layout(**role | {"ranks": tuple(role["ranks"])}) for name, role in tree["roles"].items()}
+        roles = {name: _layout(**role) for name, role in tree["roles"].items()}
         engine = tree["rollout"]
         rollout = engine and RolloutLayout(**engine | {"replicas": tuple(map(tuple, engine["replicas"]))})
         return RunLayout(tree["world_size"], roles, rollout)

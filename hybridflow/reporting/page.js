@@ -459,9 +459,9 @@ function choose(number, rank) {
     button.classList.toggle("chosen", button.dataset.run === String(number) && button.dataset.rank === String(rank));
   }
   const places = roles.flatMap((role) =>
-    role.replicas.flatMap((stages, dp) =>
+    role.replicas.flatMap((stages, replica) =>
       stages.flatMap((ranks, pp) =>
-        ranks.flatMap((its, tp) => (its === rank ? [`${role.name} tp ${tp}, pp ${pp}, ${role.name === "rollout" ? "replica" : "dp"} ${dp}`] : [])),
+        ranks.flatMap((its, tp) => (its === rank ? [`${role.name} tp ${tp}, pp ${pp}, ${role.names[replica]}`] : [])),
       ),
     ),
   );
@@ -478,9 +478,9 @@ function buildLayouts() {
     for (const role of run.layout.roles) {
       const card = put(cards, "div", { class: "role" }, put(null, "h3", {}, role.name), put(null, "small", {}, role.sizes));
       const replicas = put(card, "div", { class: "replicas" });
-      role.replicas.forEach((stages, dp) => {
+      role.replicas.forEach((stages, replica) => {
         const box = put(replicas, "div", { class: "replica" });
-        if (role.replicas.length > 1) put(box, "small", {}, `${role.name === "rollout" ? "replica" : "dp"} ${dp}`);
+        if (role.replicas.length > 1) put(box, "small", {}, role.names[replica]);
         stages.forEach((its, pp) => {
           const row = put(box, "div");
           its.forEach((rank, tp) => {

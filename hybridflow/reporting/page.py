@@ -144,22 +144,20 @@ def _layout(layout: RunLayout) -> dict[str, Any]:
 
 
 def _role(name: str, layout: Layout) -> dict[str, Any]:
-    """replicas[dp][pp][tp] is a rank."""
-    replicas = [[[0] * layout.tp for _ in range(layout.pp)] for _ in range(layout.dp)]
-    for rank in layout.ranks:
-        at = layout.coordinates(rank)
-        replicas[at.dp][at.pp][at.tp] = rank
+    names = [f"dp {dp}" + f", cp {cp}" * (layout.cp > 1) for dp in range(layout.dp) for cp in range(layout.cp)]
     chunks = f", {layout.vpp} model chunks a stage" if layout.vpp > 1 else ""
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.row_shares}{context}{experts}{chunks}"
-    return {"name": name, "sizes": sizes, "replicas": replicas}
+    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}{chunks}"
+    return {"name": name, "sizes": sizes, "replicas": _by_stage(layout.groups("tp", "pp"), layout.tp), "names": names}
 
 
 def _engine(layout: RolloutLayout) -> dict[str, Any]:
-    replicas = [
-        [list(replica[stage * layout.tp : (stage + 1) * layout.tp]) for stage in range(layout.pp)]
-        for replica in layout.replicas
-    ]
-    sizes = f"tp {layout.tp}, pp {layout.pp}, {len(replicas)} replica{'s' * (len(replicas) > 1)}"
-    return {"name": "rollout", "sizes": sizes, "replicas": replicas}
+    names = [f"replica {number}" for number in range(len(layout.replicas))]
+    sizes = f"tp {layout.tp}, pp {layout.pp}, {len(names)} replica{'s' * (len(names) > 1)}"
+    return {"name": "rollout", "sizes": sizes, "replicas": _by_stage(layout.replicas, layout.tp), "names": names}
+
+
+def _by_stage(replicas: Sequence[tuple[int, ...]], tp: int) -> list[list[list[int]]]:
+    """[replica][pp][tp] is a rank."""
+    return [[list(ranks[i : i + tp]) for i in range(0, len(ranks), tp)] for ranks in replicas]

@@ -3,11 +3,11 @@
 Generation groups lie over the training ranks without redundancy (HybridFlow, section 5). Where the rollout needs less
 tensor parallelism than training has, a group takes ranks at intervals of tp / rollout_tp: each rank's training shard
 then lies inside the engine shard, and the ranks in between serve further replicas. Pipeline stages alike. Where it
-needs more, the missing factor comes from data parallelism, and what is still missing from ranks at the intervals of
-the other axis.
+needs more, the missing factor comes from copies of the weights (dp x cp), and what is still missing from ranks at the
+intervals of the other axis.
 
 Lists of ranks ascend: vLLM generates wrong tokens, silently, over lists that do not. Ranks number pp slowest, then
-dp, then tp, so within a group the digits stand in this order too.
+copies, then tp, so within a group the digits stand in this order too.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def rollout_layout(train: Layout, tp: int, pp: int, *, expert_parallel: bool = F
         return _blocks(train.ranks, tp, pp, expert_parallel)
     replicas: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
     for rank in train.ranks:
-        replica, within = _replica_and_place(train.coordinates(rank), factors)
+        replica, within = _replica_and_place(train, rank, factors)
         replicas.setdefault(replica, {})[within] = rank
     found = [tuple(rank for _, rank in sorted(ranks.items())) for ranks in replicas.values()]
     return _ascending(RolloutLayout(tp, pp, tuple(sorted(found)), expert_parallel))
@@ -92,8 +92,8 @@ class _Factors:
     tp_for_pp: int  # part of tp_spare
     pp_spare: int
     pp_for_tp: int  # part of pp_spare
-    dp_for_tp: int
-    dp_for_pp: int
+    copies_for_tp: int
+    copies_for_pp: int
 
 
 def _factors(train: Layout, tp: int, pp: int) -> _Factors | None:
@@ -102,27 +102,32 @@ def _factors(train: Layout, tp: int, pp: int) -> _Factors | None:
     if max(tp, train.tp) % tp_own or max(pp, train.pp) % pp_own:
         return None
     tp_spare, pp_spare = train.tp // tp_own, train.pp // pp_own
-    dp_for_tp = gcd(tp // tp_own, train.dp)
-    dp_for_pp = gcd(pp // pp_own, train.dp // dp_for_tp)
-    pp_for_tp, tp_for_pp = tp // tp_own // dp_for_tp, pp // pp_own // dp_for_pp
-    # rollout tp x pp divides tp x pp x dp: what dp lacks of a factor, the spare ranks of the other axis have
+    for_tp, for_pp = copies_for_engine(train, tp // tp_own, pp // pp_own)
+    pp_for_tp, tp_for_pp = tp // tp_own // for_tp, pp // pp_own // for_pp
+    # rollout tp x pp divides tp x pp x copies: what copies lack of a factor, the spare ranks of the other axis have
     assert pp_spare % pp_for_tp == tp_spare % tp_for_pp == 0, f"{train} cannot make up {tp} x {pp}"
-    return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, dp_for_tp=dp_for_tp, dp_for_pp=dp_for_pp)
+    return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, copies_for_tp=for_tp, copies_for_pp=for_pp)
 
 
-def _replica_and_place(at: TrainingCoordinates, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:
+def copies_for_engine(train: Layout, tp: int, pp: int) -> tuple[int, int]:
+    """How many copies of the weights an engine takes that is tp and pp times as wide as training is."""
+    for_tp = gcd(tp, train.copies("dense"))
+    return for_tp, gcd(pp, train.copies("dense") // for_tp)
+
+
+def _replica_and_place(train: Layout, rank: int, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:
     """(which replica, (rollout pp rank, rollout tp rank)) of a training rank."""
-    f = factors
+    f, at = factors, train.coordinates(rank)
     tp_own, tp_left = divmod(at.tp, f.tp_spare)
     tp_for_pp, tp_rest = divmod(tp_left, f.tp_spare // f.tp_for_pp)
     pp_own, pp_left = divmod(at.pp, f.pp_spare)
     pp_for_tp, pp_rest = divmod(pp_left, f.pp_spare // f.pp_for_tp)
-    # neighbours in dp are taken together: they are the nearest ranks
-    dp_left, dp_for_tp = divmod(at.dp, f.dp_for_tp)
-    dp_rest, dp_for_pp = divmod(dp_left, f.dp_for_pp)
-    tp_rank = (pp_for_tp * f.dp_for_tp + dp_for_tp) * f.tp_own + tp_own
-    pp_rank = (pp_own * f.dp_for_pp + dp_for_pp) * f.tp_for_pp + tp_for_pp
-    return (pp_rest, dp_rest, tp_rest), (pp_rank, tp_rank)
+    # neighbouring copies are taken together: they lie on the nearest ranks
+    copies_left, copy_for_tp = divmod(train.copy_index("dense", at), f.copies_for_tp)
+    copies_rest, copy_for_pp = divmod(copies_left, f.copies_for_pp)
+    tp_rank = (pp_for_tp * f.copies_for_tp + copy_for_tp) * f.tp_own + tp_own
+    pp_rank = (pp_own * f.copies_for_pp + copy_for_pp) * f.tp_for_pp + tp_for_pp
+    return (pp_rest, copies_rest, tp_rest), (pp_rank, tp_rank)
 
 
 def _blocks(ranks: tuple[int, ...], tp: int, pp: int, expert_parallel: bool) -> RolloutLayout:
@@ -141,9 +146,9 @@ def dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLayo
 
     Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
     neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
-    engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
+    engine might then be served by copy 0 alone, whose other ranks hold nothing for it.
     """
     shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
     number = (engine.replica * shared_tp + engine.tp % shared_tp) * shared_pp + engine.pp % shared_pp
-    turn, dp = divmod(number, train.dp)
-    return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)
+    turn, copy = divmod(number, train.copies("dense"))
+    return train.at((engine.tp + turn) % train.tp, copy, (engine.pp + turn) % train.pp)

@@ -5,10 +5,10 @@
               way before training goes on
     gather    other ranks hold some: exactly those are received, in buckets; the rest is copied from the own shard
 
-A rank of the training layout receives from the rank's data-parallel replica, so each replica serves itself; of experts
-from the replicas that share an expert copy. Ranks that only generate are dealt out over the replicas. What a rank
-does depends on few coordinates and many layers are alike: sums over all ranks and weights are counted by kind of weight
-and by standing, never one by one.
+A rank of the training layout receives from the rank's copy of the dense weights, so each copy serves itself, and from
+the rank's copy of the experts. Ranks that only generate are dealt out over the copies. What a rank does depends on few
+coordinates and many layers are alike: sums over all ranks and weights are counted by kind of weight and by standing,
+never one by one.
 """
 
 from collections import Counter, defaultdict
@@ -89,7 +89,7 @@ class _Standing(NamedTuple):
     """All that a rank's counts depend on."""
 
     engine: tuple[int, int] | None  # pp, tp
-    origin: TrainingCoordinates  # dp: among the replicas that share a copy of the experts
+    origin: TrainingCoordinates  # of the like in the first copy of the experts
     trains: bool
 
 
@@ -153,8 +153,8 @@ class ReshardPlan:
 
     def _standing(self, rank: int) -> _Standing:
         engine, origin = self._generating.get(rank), self.origin(rank)
-        within = origin._replace(dp=origin.dp % self.train.replicas_per_expert_copy)
-        return _Standing(None if engine is None else (engine.pp, engine.tp), within, rank in self.train)
+        alike = self.train.in_expert_copy(0, origin)
+        return _Standing(None if engine is None else (engine.pp, engine.tp), alike, rank in self.train)
 
     def _corner(self, kind: Kind, origin: TrainingCoordinates, engine_tp: int) -> tuple[Place, Place]:
         """Where a rank stands in training and in the engine, as far as a kind of weight depends on it."""
@@ -215,7 +215,7 @@ class ReshardPlan:
     def sources(self, rank: int) -> tuple[TrainingCoordinates, ...]:
         """Where in training all that the engine's shards of `rank` come from is, itself too if it has some.
 
-        dp: among the replicas that share a copy of the experts.
+        As if `rank` received from the first copy of the experts.
         """
         return tuple(self._count(rank).sources)
 
@@ -268,9 +268,9 @@ class ReshardPlan:
         sent: Counter[int] = Counter()
         for receiver in self._generating:
             standing, sources = self._standing(receiver), self._count(receiver).sources
-            first = self.origin(receiver).dp - standing.origin.dp  # of the replicas that share a copy of the experts
+            copy = self._expert_copy(receiver)
             for source, elements in sources.items():
-                sent[self.train.rank_at(source._replace(dp=first + source.dp))] += elements
+                sent[self.train.rank_at(self.train.in_expert_copy(copy, source))] += elements
             if receiver in self.train:  # the receiver's own pieces
                 sent[receiver] -= sources.get(standing.origin, 0)
         return sent
@@ -289,11 +289,15 @@ class ReshardPlan:
 
     @cached_property
     def _receivers(self) -> dict[int, list[int]]:
-        """The engine ranks that the replicas of each copy of the experts serve."""
+        """The engine ranks that the holders of each copy of the experts serve."""
         found = defaultdict(list)
         for rank in self.rollout.ranks:
-            found[self.origin(rank).dp // self.train.replicas_per_expert_copy].append(rank)
+            found[self._expert_copy(rank)].append(rank)
         return found
+
+    def _expert_copy(self, rank: int) -> int:
+        """The copy of the experts that `rank` receives from."""
+        return self.train.copy_index("experts", self.origin(rank))
 
     def origin(self, rank: int) -> TrainingCoordinates:
         """Where in training `rank` receives from first: the rank's own coordinates, or dealt ones."""
@@ -349,7 +353,7 @@ class ReshardPlan:
             return ()
         return tuple(
             (receiver, piece)
-            for receiver in self._receivers[self.origin(rank).dp // self.train.replicas_per_expert_copy]
+            for receiver in self._receivers[self._expert_copy(rank)]
             if receiver != rank and self._generates(receiver, kind)
             for source, piece in self._pieces(kind, receiver)
             if source == rank

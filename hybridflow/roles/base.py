@@ -128,8 +128,8 @@ class Role:
     def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
         """Each replica's, balanced by tokens. some: of these rows of the batch alone."""
         if self._alone:
-            return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.layout.row_shares
-        return replica_rows(batch, self.grid.layout.row_shares, None if some is None else some.tolist())
+            return [list(range(len(batch))) if some is None else some.tolist()] * self.grid.dp
+        return replica_rows(batch, self.grid.dp, None if some is None else some.tolist())
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
         """Of this replica's rows, where the role replays them: others choose their own. rows: of each replica."""
@@ -172,7 +172,7 @@ class Role:
         lengths = batch.lengths[rows]
         outputs = int((lengths - batch.prompt_lengths[rows]).sum()) if self.head == "lm" else len(rows)
         flops = forward_flops(self.spec, lengths, outputs, head=self.head)
-        self._watch.count(passes * flops * self.grid.layout.row_shares / len(self.grid.layout.ranks), self.dtype)
+        self._watch.count(passes * flops * self.grid.dp / len(self.grid.layout.ranks), self.dtype)
 
     def _most_passes(self, own: int, *, trains: bool) -> int:
         """The most micro-batches of the ranks that compute together, pass by pass."""
@@ -213,7 +213,7 @@ class Role:
         if ahead is None:
             rows = self._rows_of_replicas(read, None if some is None else batch.branches_of(some))
             experts = self._engines_experts(read, rows)
-            own = [rows[self.grid.row_share]]
+            own = [rows[self.grid.dp_rank]]
             micro_batches = self._micro_batches(read, own, make, experts=experts)
         else:
             left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.rows_left(self.grid.dp_rank)]
@@ -351,7 +351,7 @@ class TrainedRole(Role):
         read = _read_by(make, batch)
         rows = self._rows_of_replicas(read)
         experts = self._engines_experts(read, rows)
-        own = [rows[self.grid.row_share]]
+        own = [rows[self.grid.dp_rank]]
         micro_batches = self._micro_batches(read, own, make, one=True, experts=experts)
         self._count_work(read, own, passes=UPDATE if self.spec.lora is None else FROZEN_UPDATE)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
@@ -384,7 +384,7 @@ class TrainedRole(Role):
             self.training_model.zero_gradients()
             values[:-1] = self._accumulate(batch, per_output, mean, names, make=make)
             norm = self.training_model.step(self.lr)
-            if self.grid.contributes and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
+            if self.grid.is_first:  # alike on all ranks of the grid: one tells
                 values[-1] = torch.tensor(norm, dtype=torch.float32)
             row = None if math.isfinite(norm) else self._first_bad_row(batch, make)
         self.steps.append(StepReport(("loss", *names, "grad_norm"), values, row))

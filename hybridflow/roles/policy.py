@@ -189,7 +189,7 @@ class Actor(TrainedRole):
         return super()._rows_of_replicas(batch, some) if found is None else found
 
     def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
-        return None if self.records is None else self.records.of_rows(batch, rows[self.grid.row_share])
+        return None if self.records is None else self.records.of_rows(batch, rows[self.grid.dp_rank])
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""

@@ -62,7 +62,7 @@ class RoutingRecords:
         mini_batches: MiniBatches | None = None,
         of_rollouts: bool = True,
     ) -> None:
-        """actor: the layout. replicas: between the ranks that stand alike in the actor's replicas; None outside.
+        """actor: the layout. replicas: between the ranks that stand alike in copies of the weights; None outside.
 
         engines: that record, and the layers of an engine's pipeline stages, of which the first tensor-parallel rank
         records; None: all records are of files. trainers: the exchange of the ranks that write files, and these ranks;
@@ -144,7 +144,7 @@ class RoutingRecords:
                 return NO_PARCEL
             kept = self._actor.coordinates(target)
             both = set(layers) & set(self._stages[kept.pp])
-            return Parcel(on_way.get((replica, kept.dp // self._actor.cp), ()), sorted(both))
+            return Parcel(on_way.get((replica, kept.dp), ()), sorted(both))
 
         for arrived, found in self._sent_pieces(all_pieces, parcel):
             for number, experts in found.items():
@@ -217,7 +217,8 @@ class RoutingRecords:
     def _move(self, ids: Sequence[int], lengths: Sequence[int], moves: Mapping[int, tuple[int, int]]) -> None:
         """Between replicas. moves: by row. Collective over the ranks that stand alike in the replicas."""
         assert self._at is not None and self._replicas is not None, "a rank of the actor"
-        own, replicas, layers = self._at.dp, range(self._actor.dp), self._own_layers
+        own, layers = self._actor.copy_index("dense", self._at), self._own_layers
+        copies = range(self._actor.copies("dense"))
 
         def parcel(source: int, target: int) -> Parcel:
             (sender, here), (keeper, there) = divmod(source, self._actor.cp), divmod(target, self._actor.cp)
@@ -229,9 +230,9 @@ class RoutingRecords:
             self._replicas,
             [
                 packed(self._of_rows(ids, parcel(own, peer).rows), parcel(own, peer), lengths, layers, self.sizes)
-                for peer in replicas
+                for peer in copies
             ],
-            [parcel(peer, own) for peer in replicas],
+            [parcel(peer, own) for peer in copies],
             lengths,
             self.sizes,
         )
@@ -255,7 +256,7 @@ class RoutingRecords:
             return None
         ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
         rows = list(range(len(batch)) if some is None else some)
-        parts: list[list[int]] = [[] for _ in range(self._actor.row_shares)]
+        parts: list[list[int]] = [[] for _ in range(self._actor.dp)]
         for row in [row for row in rows if ids[row] >= 0]:
             keeper = self._records[ids[row]].keeper
             assert keeper is not None, f"nobody has sent the record of row {row}"
@@ -292,13 +293,10 @@ class RoutingRecords:
         exchange, ranks = self._trainers or (self._world, range(self._world.group.size()))
 
         def parcel(source: int, target: int) -> Parcel:
-            if target or source not in self._actor or self._actor.coordinates(source).tp:
+            at = self._actor.coordinates(source) if source in self._actor else None
+            if target or at is None or at.tp or at.cp:
                 return NO_PARCEL
-            at = self._actor.coordinates(source)
-            share, place = divmod(at.dp, self._actor.cp)
-            if place:
-                return NO_PARCEL
-            return Parcel([row for row, record in found.items() if record.keeper == share], self._stages[at.pp])
+            return Parcel([row for row, record in found.items() if record.keeper == at.dp], self._stages[at.pp])
 
         kept = {row: record.experts for row, record in found.items() if record.experts is not None}
         arrived = sent(
@@ -325,7 +323,7 @@ class RoutingRecords:
         return () if self._at is None else self._stages[self._at.pp]
 
     def _is_keeper(self, replica: int) -> bool:
-        return self._at is not None and self._at.dp // self._actor.cp == replica
+        return self._at is not None and self._at.dp == replica
 
     def _nothing(self, num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, len(self._own_layers), self.sizes.chosen, dtype=self.sizes.dtype)
@@ -352,7 +350,7 @@ class RoutingRecords:
 
     def _owners(self, batch: RolloutBatch, epochs: Sequence[Sequence[Tensor]]) -> dict[int, int]:
         """By row the replica."""
-        parts = rows_that_stay(batch, self._actor.row_shares, epochs)
+        parts = rows_that_stay(batch, self._actor.dp, epochs)
         return {row: replica for replica, rows in enumerate(parts) for row in rows}
 
 

@@ -301,6 +301,6 @@ def _kernels(config: RunConfig) -> str:
     roles = config.roles()
     adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
     fused = [name for name, role in roles.items() if role.megatron_arguments.attention_backend == "fused"]
-    sending = {name: role.token_dispatcher for name, role in roles.items() if role.replicas_per_expert_copy > 1}
+    sending = {name: role.token_dispatcher for name, role in roles.items() if role.dense_per_expert_copy > 1}
     dtypes = {name: role.dtype for name, role in roles.items()}
     return kernel_line(kernel_facts(), dtypes, adam=adam, fused=fused, sending=sending)

@@ -196,7 +196,7 @@ class Model:
 
     def __init__(self, name: str, stages: Stages) -> None:
         self.name, self._stages, self.steps, self.takes_steps = name, stages, [], True
-        self.grid = SimpleNamespace(inside=True, contributes=True, dp=REPLICAS)
+        self.grid = SimpleNamespace(inside=True, contributes=True, dp=REPLICAS, cp_rank=0)
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         self.steps = []

@@ -27,7 +27,8 @@ from hybridflow.checkpoint import export
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
-from hybridflow.parallel.layout import Cut, Layout, Place, TrainingCoordinates
+from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.layout import Cut, Layout, Place
 
 PACKAGE = str(Path(hybridflow.__file__).parent)
 NUM_LAYERS = 2
@@ -40,13 +41,8 @@ class FakeActor:
     def __init__(self, spec: ModelSpec, pp_rank: int, tp: int) -> None:
         layout = Layout(tp, 2, 1, tuple(range(2 * tp)))
         self.spec, self.head, self.asked = spec, "lm", 0
-        self.grid = SimpleNamespace(
-            inside=True,
-            **dict(dp_rank=0, tp_rank=0, pp_rank=pp_rank, tp=tp),
-            layout=layout,
-            own_coordinates=TrainingCoordinates(0, 0, pp_rank),
-            groups=SimpleNamespace(tp=None, pp=None, tp_ep=None),
-        )
+        groups: Any = SimpleNamespace(tp=None, pp=None, tp_ep=None)
+        self.grid = Grid(layout, layout.at(0, 0, pp_rank), groups)
         table = staged_weights(spec, "lm", layout.stages(spec.num_layers))
         self._weights = {
             weight.megatron: (weight, values_of(weight, spec, tp)) for weight, stage in table if stage == pp_rank

@@ -16,6 +16,9 @@ NUM_RANKS = 4
 PROMPTS = [0, 1, 2, 3, 4, 5]
 TP1, TP2 = ("actor.tensor_parallel_size=1",), ("actor.tensor_parallel_size=2",)
 ROLLOUT_TP2, ROLLOUT_PP2 = "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2"
+CP2 = [  # ranks share the tokens of rows longer than 10
+    f"{role}.{key}" for role in ("actor", "reference") for key in ("context_parallel_size=2", "micro_batch_tokens=20")
+]
 LAYOUTS = {
     "one replica": (*TP1, "actor.ranks=3"),
     "two replicas": (*TP1, "actor.ranks=0,2"),
@@ -24,9 +27,10 @@ LAYOUTS = {
     "tp1 of tp2": (*TP2, "rollout.tensor_parallel_size=1"),
     "pp2": (*TP1, ROLLOUT_PP2),
     "tp2 pp2": (*TP2, ROLLOUT_PP2),
+    "cp2": (*TP1, *CP2, ROLLOUT_TP2),
     "tp2 on its own ranks": (*TP1, "actor.ranks=0-1", "rollout.ranks=2-3", ROLLOUT_TP2),
 }
-SCORED = ("one replica", "four replicas", "tp2")
+SCORED = ("one replica", "four replicas", "tp2", "cp2")
 FUNCTIONS = "tests.distributed.reward_functions"
 SCORES = (
     f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others', per: group}}, "

@@ -123,6 +123,7 @@ def test_replicas_lie_where_the_layouts_say(responses):
         "tp1 of tp2": ((0,), (1,), (2,), (3,)),
         "pp2": ((0, 1), (2, 3)),
         "tp2 pp2": ((0, 1, 2, 3),),
+        "cp2": ((0, 1), (2, 3)),
         "tp2 on its own ranks": ((2, 3),),
     }
 
@@ -171,6 +172,7 @@ def test_results_do_not_depend_on_who_waited_for_whom(layout, way, responses):
 def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses):
     one, other = (responses[x]["scored"][WAYS[1]]["tensors"] for x in (SCORED[0], layout))
     assert one["values"].abs().max() > 0.1
+    assert one["lengths"].min() <= 10 < one["lengths"].max(), "cp2: rows of one rank, and rows that ranks share"
     for name, whole in one.items():
         torch.testing.assert_close(other[name], whole, atol=1e-5, rtol=1e-5)
 

@@ -44,7 +44,7 @@ def scored(trainer: OnlineTrainer, way: str, notices: StoreClient) -> dict[str, 
         kept = patch.object(trainer.hooks, "load_rollout", lambda prompts, iteration: rollout)
     with asked(way), late(trainer, way, notices), kept:
         rollout = run.generate()
-    ahead = sum(len(model.ahead.known) for model in trainer.scoring._models)
+    ahead = sum(len(model.ahead.known) for model in trainer.scoring._models if tells(model))
     known = run.whole(
         raw_scores=run.scores(rollout),
         log_probs=run.actor.log_probs(rollout),
@@ -122,10 +122,15 @@ def noted(run: Callable[..., None], note: Callable[[], object]) -> Callable[...,
 
     def run_and_note(model: OverlappedModel, *args: Any) -> None:
         run(model, *args)
-        if model.role.grid.contributes:
+        if tells(model):
             note()
 
     return run_and_note
+
+
+def tells(model: OverlappedModel) -> bool:
+    """On one rank of each of the model's blocks."""
+    return model.role.grid.contributes and model.role.grid.cp_rank == 0
 
 
 def gathered(trainer: OnlineTrainer, value: float) -> list[float]:

@@ -194,7 +194,7 @@ def passes_of(rank: int, *, trains: bool) -> list[Any]:
     role: Any = object.__new__(Role)
     role._context, role._padded = Context(2, rank, None), padding(1)
     role._platform, role._config = SimpleNamespace(device=CPU), SimpleNamespace(micro_batch_tokens=40)
-    layout = SimpleNamespace(replicas_per_expert_copy=1, vpp=1)
+    layout = SimpleNamespace(dense_per_expert_copy=1, vpp=1)
     both = object()
     role.grid = SimpleNamespace(in_step=lambda trains: [both] if trains else [], layout=layout)
     whole = ([1, 2, 3], [4])[rank]

@@ -9,9 +9,9 @@ APART = Layout(tp=2, pp=2, dp=1, ranks=(1, 3, 4, 7))
 
 
 def test_places_of_eight_ranks() -> None:
-    assert [tuple(EIGHT.coordinates(rank)) for rank in range(8)] == [  # tp, dp, pp
-        *[(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)],
-        *[(0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)],
+    assert [tuple(EIGHT.coordinates(rank)) for rank in range(8)] == [  # tp, cp, dp, pp
+        *[(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (1, 0, 1, 0)],
+        *[(0, 0, 0, 1), (1, 0, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1)],
     ]
     assert all(EIGHT.rank_at(EIGHT.coordinates(rank)) == rank for rank in range(8))
 
@@ -31,32 +31,53 @@ def test_ranks_that_are_no_neighbours() -> None:
     assert APART.groups("pp") == [(1, 4), (3, 7)]
     assert APART.groups("dp") == [(1,), (3,), (4,), (7,)]
     assert (
-        APART.coordinates(7) == TrainingCoordinates(tp=1, dp=0, pp=1)
-        and APART.rank_at(TrainingCoordinates(tp=1, dp=0, pp=0)) == 3
+        APART.coordinates(7) == TrainingCoordinates(tp=1, cp=0, dp=0, pp=1)
+        and APART.rank_at(TrainingCoordinates(tp=1, cp=0, dp=0, pp=0)) == 3
     )
     assert 3 in APART and 2 not in APART
 
 
 def test_axes_that_leave_a_host() -> None:
     wide = Layout(2, 2, 4, tuple(range(16)))
-    assert [wide.crosses_hosts(axis, 8) for axis in ("tp", "dp", "pp")] == [False, False, True]
-    assert [wide.crosses_hosts(axis, 4) for axis in ("tp", "dp", "pp")] == [False, True, True]
-    assert [wide.crosses_hosts(axis, 1) for axis in ("tp", "dp", "pp")] == [True, True, True]
-    assert [wide.crosses_hosts(axis, 16) for axis in ("tp", "dp", "pp")] == [False, False, False]
+    assert [wide.crosses_hosts(axis, 8) for axis in ("tp", "copies", "pp")] == [False, False, True]
+    assert [wide.crosses_hosts(axis, 4) for axis in ("tp", "copies", "pp")] == [False, True, True]
+    assert [wide.crosses_hosts(axis, 1) for axis in ("tp", "copies", "pp")] == [True, True, True]
+    assert [wide.crosses_hosts(axis, 16) for axis in ("tp", "copies", "pp")] == [False, False, False]
     shifted = Layout(1, 1, 4, (2, 3, 4, 5))
-    assert shifted.crosses_hosts("dp", 4) and not shifted.crosses_hosts("dp", 8)
+    assert shifted.crosses_hosts("copies", 4) and not shifted.crosses_hosts("copies", 8)
     assert not any(shifted.crosses_hosts(axis, 1) for axis in ("tp", "pp")), "groups of one rank"
 
 
-def test_ranks_that_share_tokens_are_neighbours_in_dp() -> None:
-    layout = Layout(2, 2, 4, tuple(range(16)), cp=2)
-    assert layout.row_shares == 2
-    assert layout.context_groups()[:3] == [(0, 2), (4, 6), (1, 3)] and len(layout.context_groups()) == 8
-    assert sorted(rank for group in layout.context_groups() for rank in group) == list(range(16))
+def test_ranks_that_share_tokens_are_neighbours_with_a_copy_of_the_weights_each() -> None:
+    layout, replicas = Layout(2, 2, 2, tuple(range(16)), cp=2), Layout(2, 2, 4, tuple(range(16)))
+    assert [tuple(layout.coordinates(rank)) for rank in (0, 1, 2, 4, 8)] == [  # tp, cp, dp, pp
+        *[(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)],
+    ]
+    assert all(layout.rank_at(layout.coordinates(rank)) == rank for rank in range(16))
+    assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert layout.groups("dp")[:3] == [(0, 4), (1, 5), (2, 6)]
+    assert layout.groups("cp", "dp") == replicas.groups("dp") and layout.groups("tp", "pp") == replicas.groups(
+        "tp", "pp"
+    )
     assert [layout.crosses_hosts("cp", size) for size in (8, 4, 2)] == [False, False, True]
-    assert layout.groups("dp") == Layout(2, 2, 4, tuple(range(16))).groups("dp"), "each has a copy of the weights"
-    with pytest.raises(ValueError, match="cp = 2 does not divide dp = 3"):
-        Layout(1, 1, 3, (0, 1, 2), cp=2)
+    assert (layout.copies("dense"), layout.dp) == (4, 2)
+    copies = [layout.copy_index("dense", layout.coordinates(rank)) for rank in range(16)]
+    assert copies == [replicas.coordinates(rank).dp for rank in range(16)]
+    with pytest.raises(ValueError, match="tp x cp x pp x dp = 1 x 2 x 1 x 1 does not fill 3 ranks"):
+        Layout(1, 1, 1, (0, 1, 2), cp=2)
+
+
+def test_experts_lie_on_neighbouring_copies_of_the_other_weights() -> None:
+    """Whatever tokens these share: three cuts of eight ranks have four copies, of which two share the experts."""
+    for cp, dp in ((1, 4), (2, 2), (4, 1)):
+        layout = Layout(1, 2, dp, tuple(range(8)), ep=2, cp=cp)
+        at = [layout.coordinates(rank) for rank in layout.ranks]
+        assert [layout.copy_index("experts", each) for each in at] == [0, 0, 1, 1, 0, 0, 1, 1]
+        assert [layout.rank_at(layout.in_expert_copy(0, each)) for each in at] == [0, 1, 0, 1, 4, 5, 4, 5]
+        assert [layout.rank_at(layout.in_expert_copy(1, each)) for each in at] == [2, 3, 2, 3, 6, 7, 6, 7]
+        assert [layout.rank_at(layout.holder("experts", 0, each)) for each in at] == [0, 0, 2, 2, 4, 4, 6, 6]
+    with pytest.raises(ValueError, match="must be a multiple of tp = 1 that divides tp x cp x dp = 1 x 2 x 1"):
+        Layout(1, 1, 1, (0, 1), ep=4, cp=2)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), tuple(range(8))])

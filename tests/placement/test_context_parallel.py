@@ -65,7 +65,7 @@ def test_what_they_can() -> None:
 
 def test_gathered_keys_and_values_by_hand() -> None:
     """Of 2 ranks with 100 tokens each, 8 key/value heads of 128 on 2 tensor-parallel ranks, in 16 bits."""
-    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 1, (0, 1, 2, 3), cp=2)
     whole = 2 * (2 * 100) * 2 * 4 * 128
     assert context_bytes(QWEN, two, itemsize=2, tokens=100) == 2 * whole
     expanded = 2 * (2 * 100) * 2 * 16 * 128  # gradients of keys and values for each of 32 query heads
@@ -77,7 +77,7 @@ def test_gathered_keys_and_values_by_hand() -> None:
 
 def test_what_other_mixers_have_of_other_ranks_by_hand() -> None:
     """Of 2 ranks with 100 tokens each, on 2 tensor-parallel ranks, in 16 bits."""
-    two = Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    two = Layout(2, 1, 1, (0, 1, 2, 3), cp=2)
     # 64 heads of 192 on each rank, made of vectors of 512 + 64
     assert MIXERS["latent"].context_columns(DEEPSEEK, 2) == 576
     assert context_bytes(DEEPSEEK, two, itemsize=2, tokens=100) == 3 * 2 * (2 * 100) * 2 * 64 * 192
@@ -97,7 +97,7 @@ def test_what_other_mixers_have_of_other_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_are_those_of_a_ranks_tokens_and_what_is_gathered(recompute: str) -> None:
-    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 2, (0, 1, 2, 3), cp=2)
+    one, two = Layout(2, 1, 2, (0, 1, 2, 3)), Layout(2, 1, 1, (0, 1, 2, 3), cp=2)
     sizes = {"head": "lm", "itemsize": 2, "sequence_parallel": True}
     found = [
         training_activation_bytes(QWEN, layout, 0, **sizes, recompute=recompute, tokens=16384, replica_tokens=1 << 20)

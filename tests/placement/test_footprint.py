@@ -158,7 +158,7 @@ def test_a_live_model_holds_what_is_estimated(live: dict, dtype: str, name: str)
     expected = {
         "weights": itemsize * elements,
         "gradients": gradient_bytes(elements),
-        "optimizer": optimizer_bytes(elements, optimizer, dtype=dtype, dp=1),
+        "optimizer": optimizer_bytes(elements, optimizer, dtype=dtype, copies=1),
     }
     for kind, size in expected.items():
         slack = (PADDING * num_parameters + 128) * size // elements + 4 * num_parameters * (kind == "optimizer")
@@ -195,7 +195,7 @@ def measure(model: str) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype", "dp", "expected"),
+    ("optimizer", "dtype", "copies", "expected"),
     [
         (OPTIMIZERS["adam"], "bfloat16", 1, 12_000),
         (OPTIMIZERS["adam"], "bfloat16", 4, 3_000),
@@ -207,8 +207,8 @@ def measure(model: str) -> dict[str, dict[str, int]]:
         (OPTIMIZERS["sgd with momentum"], "float32", 4, 4_000),
     ],
 )
-def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected: int) -> None:
-    assert optimizer_bytes(1000, OptimizerConfig(**optimizer), dtype=dtype, dp=dp) == expected
+def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, copies: int, expected: int) -> None:
+    assert optimizer_bytes(1000, OptimizerConfig(**optimizer), dtype=dtype, copies=copies) == expected
 
 
 def test_engine_stages_share_the_cache_by_their_layers() -> None:

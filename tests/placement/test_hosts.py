@@ -79,6 +79,12 @@ def test_the_table_tells_where_each_grid_lies(base: dict[str, Any]) -> None:
     ]
 
 
+def test_the_table_tells_who_shares_tokens(base: dict[str, Any]) -> None:
+    config = configured(base, actor__tensor_parallel_size=1, actor__context_parallel_size=2)
+    first, second = placement_lines(place(config, 4), parse_hosts("a=2,b=2")).splitlines()[1:]
+    assert "tp 0 cp 0-1 dp 0 pp 0" in first and "tp 0 cp 0-1 dp 1 pp 0" in second
+
+
 def test_as_many_hosts_as_it_fits_on(base: dict[str, Any]) -> None:
     """With two ranks a replica, and one rank a host."""
     hosts = parse_hosts("a=1,b=1,c=1")

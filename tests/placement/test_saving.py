@@ -115,14 +115,14 @@ def test_every_rank_writes_what_is_estimated(models: Path, live: list[dict[str, 
 
 def test_shares_of_one_bucket_by_hand() -> None:
     # the last parameter comes first: at 0 .. 100; then at 128 .. 428, padded to 512: halves of 256
-    assert zero1_shares([300, 100], alone=(), bucket_elements=None, dp=2) == [[128, 172], [100, 0]]
+    assert zero1_shares([300, 100], alone=(), bucket_elements=None, copies=2) == [[128, 172], [100, 0]]
 
 
 def test_shares_of_several_buckets_by_hand() -> None:
     # 100 and 200 of the last two are enough: 0 .. 100, 128 .. 328, padded to 384; 384 .. 394, padded to 512
-    assert zero1_shares([10, 200, 100], alone=(), bucket_elements=300, dp=2) == [[10, 0], [64, 136], [100, 0]]
+    assert zero1_shares([10, 200, 100], alone=(), bucket_elements=300, copies=2) == [[10, 0], [64, 136], [100, 0]]
     # one for itself: 0 .. 10 in 128; 128 .. 328 in 256; 384 .. 484 in 128
-    assert zero1_shares([100, 200, 10], alone=(1,), bucket_elements=None, dp=2) == [[64, 36], [128, 72], [10, 0]]
+    assert zero1_shares([100, 200, 10], alone=(1,), bucket_elements=None, copies=2) == [[64, 36], [128, 72], [10, 0]]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,14 @@ def test_an_actor_that_replays_routing_does_not_wait(config: Path) -> None:
         (Layout(2, 1, 2, (0, 1, 2, 3)), ((0, 2), (1, 3)), {}),
         (Layout(1, 2, 2, (0, 1, 2, 3)), ((0, 2), (1, 3)), {0: [(0, 2)], 1: [(1, 3)]}),  # tp, dp, then pp
         (Layout(1, 1, 3, (1, 2, 3)), ((0,), (1,)), {1: [(1,)]}),
+        (
+            Layout(1, 1, 2, (0, 1, 2, 3), cp=2),
+            ((0, 1), (2, 3)),
+            {0: [(0, 1)], 1: [(2, 3)]},
+        ),  # of ranks that share tokens
+        (Layout(1, 1, 2, (0, 1, 2, 3), cp=2), ((0,), (1,), (2,), (3,)), {}),
+        (Layout(1, 2, 1, (0, 1, 2, 3), cp=2), ((0, 1, 2, 3),), {0: [(0, 1, 2, 3)]}),
+        (Layout(1, 1, 1, (0, 1), ep=2, cp=2), ((0, 1), (2, 3)), {}),  # copies that share experts
     ],
 )
 def test_blocks_within(layout: Layout, replicas: tuple[tuple[int, ...], ...], expected: dict[int, Any]) -> None:

@@ -11,7 +11,7 @@ from hybridflow.recording.layout import RunLayout, read_layout
 from hybridflow.recording.recorder import record_run
 from tests.recording.test_resume import config
 
-ROLES = {"actor": Layout(2, 1, 2, (0, 1, 2, 3)), "reward.models.0": Layout(1, 2, 1, (4, 6), vpp=2)}
+ROLES = {"actor": Layout(2, 1, 1, (0, 1, 2, 3), cp=2), "reward.models.0": Layout(1, 2, 1, (4, 6), vpp=2)}
 ROLLOUT = RolloutLayout(1, 2, ((0, 2), (1, 3)))
 
 
@@ -31,6 +31,14 @@ def test_rank_0_writes_where_the_run_lies(tmp_path: Path) -> None:
     with record_run(c, 5, rank=0, decode=str, resumed=0) as recorder:  # goes on in another layout
         recorder.layout(2, {"actor": Layout(1, 1, 2, (0, 1))}, RolloutLayout(1, 1, ((0,), (1,))))
     assert read_layout(c.run_dir).world_size == 2
+
+
+@pytest.mark.parametrize("written", [2, 4])
+def test_a_file_has_the_replicas_or_as_before_the_copies_of_the_weights(written: int, tmp_path: Path) -> None:
+    actor = {"tp": 1, "pp": 2, "dp": written, "ranks": list(range(8)), "cp": 2}
+    (tmp_path / "layout.json").write_text(json.dumps({"world_size": 8, "roles": {"actor": actor}, "rollout": None}))
+    found = read_layout(tmp_path)
+    assert found is not None and found.roles["actor"] == Layout(1, 2, 2, tuple(range(8)), cp=2)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import json
 import math
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel.layout import Layout
+from hybridflow.recording.layout import RunLayout
 from hybridflow.recording.writers import ExpertsLoadWriter
 from hybridflow.reporting.page import data, embedded, is_flat, page
 from hybridflow.reporting.runs import read_runs
@@ -94,11 +97,30 @@ def test_the_layout_by_replica_stage_and_rank(tmp_path: Path) -> None:
     assert run["layout"] == {
         "world": 4,
         "roles": [
-            {"name": "actor", "sizes": "tp 2, pp 2, dp 1", "replicas": [[[0, 1], [2, 3]]]},
-            {"name": "critic", "sizes": "tp 1, pp 1, dp 2", "replicas": [[[2]], [[3]]]},
-            {"name": "rollout", "sizes": "tp 2, pp 1, 2 replicas", "replicas": [[[0, 1]], [[2, 3]]]},
+            {"name": "actor", "sizes": "tp 2, pp 2, dp 1", "replicas": [[[0, 1], [2, 3]]], "names": ["dp 0"]},
+            {"name": "critic", "sizes": "tp 1, pp 1, dp 2", "replicas": [[[2]], [[3]]], "names": ["dp 0", "dp 1"]},
+            {
+                "name": "rollout",
+                "sizes": "tp 2, pp 1, 2 replicas",
+                "replicas": [[[0, 1]], [[2, 3]]],
+                "names": ["replica 0", "replica 1"],
+            },
         ],
     }
+
+
+def test_the_layout_of_ranks_that_share_tokens(tmp_path: Path) -> None:
+    [run] = read_runs([make_run(tmp_path / "run")], sampled_iterations=9)
+    layout = RunLayout(8, {"actor": Layout(1, 2, 2, tuple(range(8)), cp=2)}, None)
+    [found] = data([replace(run, layout=layout)])["runs"]
+    assert found["layout"]["roles"] == [
+        {
+            "name": "actor",
+            "sizes": "tp 1, pp 2, dp 2, cp 2",
+            "replicas": [[[0], [4]], [[1], [5]], [[2], [6]], [[3], [7]]],
+            "names": ["dp 0, cp 0", "dp 0, cp 1", "dp 1, cp 0", "dp 1, cp 1"],
+        }
+    ]
 
 
 def test_the_load_of_experts_by_layer(tmp_path: Path) -> None:

@@ -381,6 +381,23 @@ def test_the_engine_gets_every_expert_and_no_rank_more_than_it_lacks(sizes: tupl
             check_buckets(world)
 
 
+@pytest.mark.parametrize("rollout", [(1, 1), (2, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_ranks_that_share_tokens_send_and_receive_like_replicas(ep: int, rollout: tuple[int, int]) -> None:
+    spec, ranks = tiny_spec() if ep == 1 else MIXTURE, tuple(range(8))
+    beside = standalone_layout(tuple(range(8, 8 + 2 * prod(rollout))), *rollout)
+    alike = [Layout(1, 2, dp, ranks, ep=ep, cp=4 // dp) for dp in (4, 2, 1)]
+    for made in ([rollout_layout(train, *rollout) for train in alike], [beside] * 3):
+        assert made[0] == made[1] == made[2]
+        first, *others = [plan_reshard(spec, train, made[0]) for train in alike]
+        for plan, rank in product(others, made[0].ranks):
+            assert plan.traffic(rank) == first.traffic(rank) and plan.operations(rank) == first.operations(rank)
+            assert plan.received_elements(rank) == first.received_elements(rank)
+        for plan, rank in product(others, ranks):
+            assert plan.traffic(rank) == first.traffic(rank)
+            assert plan.sent_elements(rank) == first.sent_elements(rank)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_experts_cut_as_the_engine_cuts_them_are_neither_sent_nor_copied(num_ranks: int) -> None:
     train = layout(num_ranks, 1, 1, ep=num_ranks)

@@ -24,8 +24,8 @@ ACTORS = {
     "pp": Layout(1, 2, 2, (0, 1, 2, 3)),
     "vpp": Layout(2, 2, 1, (0, 1, 2, 3), vpp=2),
     "two of four ranks": Layout(1, 1, 2, (2, 3)),
-    "cp": Layout(1, 1, 4, (0, 1, 2, 3), cp=2),
-    "cp in stages": Layout(1, 2, 2, (0, 1, 2, 3), cp=2),
+    "cp": Layout(1, 1, 2, (0, 1, 2, 3), cp=2),
+    "cp in stages": Layout(1, 2, 1, (0, 1, 2, 3), cp=2),
 }
 ENGINES = {
     "four": RolloutLayout(1, 1, ((0,), (1,), (2,), (3,))),
@@ -105,7 +105,7 @@ def world_of(
 ) -> World:
     sent: dict[tuple[int, int], int] = {}
     whole = SimulatedGroup(range(NUM_RANKS), sent)
-    alike = {rank: SimulatedGroup(ranks, sent) for ranks in actor.groups("dp") for rank in ranks}
+    alike = {rank: SimulatedGroup(ranks, sent) for ranks in actor.groups("cp", "dp") for rank in ranks}
     alike = {rank: next(group for group in alike.values() if rank in group.ranks) for rank in alike}
     records = [
         RoutingRecords(
@@ -130,9 +130,9 @@ def check_rows(world: World, actor: Layout, batch: RolloutBatch, experts: Tensor
     stages, sent = actor.stages(NUM_LAYERS), dict(world.sent)
     for rank in actor.ranks:
         at = actor.coordinates(rank)
-        mine = world.records[rank].of_rows(batch, rows[at.dp // actor.cp])
+        mine = world.records[rank].of_rows(batch, rows[at.dp])
         assert mine.layers == stages[at.pp]
-        tokens = token_index(batch.lengths, torch.tensor(rows[at.dp // actor.cp], dtype=torch.int64))
+        tokens = token_index(batch.lengths, torch.tensor(rows[at.dp], dtype=torch.int64))
         for some in (tokens, tokens.flip(0), tokens[3:-2], tokens[::2].contiguous(), tokens[:0]):  # in any order
             routed = mine.for_tokens(some)
             assert routed.experts.dtype == experts.dtype
@@ -158,11 +158,11 @@ def test_a_rank_has_the_rows_and_layers_that_it_trains_on(
         ),
     )
     assert all(torch.equal(its.record_ids, torch.arange(9)) for its in kept)
-    of_replicas, per_token = replica_rows(batch, layout.row_shares), NUM_LAYERS * CHOSEN * sizes.dtype.itemsize
+    of_replicas, per_token = replica_rows(batch, layout.dp), NUM_LAYERS * CHOSEN * sizes.dtype.itemsize
     for rank, records in enumerate(world.records):
         share = 0
         if rank in layout:
-            rows = torch.tensor(of_replicas[layout.coordinates(rank).dp // layout.cp])
+            rows = torch.tensor(of_replicas[layout.coordinates(rank).dp])
             share = int(batch.lengths[rows].sum()) * per_token // layout.pp
         assert kept_bytes(records) == share, "a rank has its replica's rows in its stage's layers, and nothing else"
     whole = int(batch.lengths.sum()) * per_token
@@ -230,9 +230,7 @@ def test_two_epochs_of_two_mini_batches_move_nothing(actor: str, dtype: str) -> 
         <= int(batch.lengths.sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp * layout.cp
     )
     sent, epochs = dict(world.sent), halves(batch.prompt_indices, 5)
-    assert layout.row_shares == 1 or rows_that_stay(batch, layout.row_shares, epochs) != replica_rows(
-        batch, layout.row_shares
-    )
+    assert layout.dp == 1 or rows_that_stay(batch, layout.dp, epochs) != replica_rows(batch, layout.dp)
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(kept, 5, epochs))
     for rows in [rows for mini_batches in epochs for rows in mini_batches]:
         some, own = kept.select(rows), torch.cat([of_row(batch, experts, row) for row in rows.tolist()])
@@ -269,9 +267,7 @@ def test_records_of_several_rollouts_wait_until_the_batch_is_chosen(actor: str, 
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(chosen, 1))
     sent = dict(world.sent)
     assert sum(sent.values()) <= whole == sum(kept_bytes(records) for records in world.records)
-    assert check_rows(world, layout, chosen, own) == rows_that_stay(
-        chosen, layout.row_shares, halves(chosen.prompt_indices, 1)
-    )
+    assert check_rows(world, layout, chosen, own) == rows_that_stay(chosen, layout.dp, halves(chosen.prompt_indices, 1))
     for step in ("chosen", "mini-batches"):
         on_ranks(
             NUM_RANKS,
@@ -308,7 +304,7 @@ def test_a_batch_of_a_file_and_a_rollout_settles(actor: str) -> None:
     whole = replace(joined(taken, made), prompt_indices=torch.arange(6).repeat_interleave(3))
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(whole, 4))
     found = check_rows(world, layout, whole, torch.cat(experts))
-    assert found == rows_that_stay(whole, layout.row_shares, halves(whole.prompt_indices, 4))
+    assert found == rows_that_stay(whole, layout.dp, halves(whole.prompt_indices, 4))
 
 
 @pytest.mark.parametrize("actor", ACTORS)
@@ -327,10 +323,10 @@ def test_records_move_once_where_mini_batches_are_others(actor: str, dtype: str)
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(some, 1, epochs))
     sent = dict(world.sent)
     after = check_rows(world, layout, some, own)
-    assert after == rows_that_stay(some, layout.row_shares, epochs)
+    assert after == rows_that_stay(some, layout.dp, epochs)
     moved = [row for old, new in zip(before, after, strict=True) for row in new if row not in old]
     expected = int(some.lengths[moved].sum()) * NUM_LAYERS * CHOSEN * sizes.dtype.itemsize * layout.tp * layout.cp
-    assert sum(sent.values()) == expected and bool(moved) == (layout.row_shares > 1)
+    assert sum(sent.values()) == expected and bool(moved) == (layout.dp > 1)
     on_ranks(NUM_RANKS, lambda rank: world.records[rank].send(some, 1, epochs))
     assert world.sent == sent, "they are there by now"
     total = sum(kept_bytes(records) for records in world.records)
@@ -346,7 +342,7 @@ def test_rows_without_a_record_have_zeros_and_others_keep_theirs() -> None:
     whole = torch.cat([torch.zeros(len(first.input_ids), NUM_LAYERS, CHOSEN, dtype=torch.uint8), experts])
     rows = check_rows(world, layout, both, whole)
     assert [[row for row in part if row >= 9] for part in rows] == [
-        [row + 9 for row in part] for part in replica_rows(second, layout.row_shares)
+        [row + 9 for row in part] for part in replica_rows(second, layout.dp)
     ]
 
 
