@@ -8,7 +8,7 @@ It is merged from several calls of a kernel, by `shared_prompt.MergedCalls`:
 
 Keys and values of all ranks are gathered for the last two. They are kept where the layer is computed again: then they
 are there for one layer at a time. Else the backward pass gathers once more, and what is kept is of the own tokens.
-Gradients of keys and values are summed at their owners.
+Gradients of keys and values are summed at their owners. Tensors are as in `shared_prompt`.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ For the hidden states x of a sequence:
     o = delta rule of q, k, v with decays -exp(A_log) softplus(a + dt_bias) and rates sigmoid(b)
     y = W_out (w o / rms(o) silu(z)),  the norm within each head
 
+Axes of tensors, as suffixes: t tokens, h heads (of q and k key heads, else value heads), k and v the sizes of a head.
 Key heads are cut over the tensor-parallel ranks, and with each its value heads. `in_proj_qkvz` and `in_proj_ba` are
 what vLLM has under these names: of each part this rank's rows, one part below the other. With context parallelism each
 of the ranks that share tokens has all tokens of a share of these heads: a state goes from token to token.
@@ -106,19 +107,19 @@ class DeltaNet(Mixer):
     def _mixed(self, qkvz: Tensor, ba: Tensor, sequences: Sequences, share: HeadShare) -> Tensor:
         """(t, values of the share) of whole sequences, from what the share's heads have of qkvz and ba."""
         keys, values = self._keys // share.count, self._values // share.count
-        qkv, gate = qkvz.split([2 * keys + values, values], dim=-1)
+        qkv, z = qkvz.split([2 * keys + values, values], dim=-1)
         kernel: Tensor = self.conv1d.weight
         if share.count > 1:
             kernel = torch.cat([share.of(x) for x in kernel.split([self._keys, self._keys, self._values])])
         heads = causal_convolution(qkv, kernel, sequences)
         q, k, v = heads.split([keys, keys, values], dim=-1)
-        rate, decay = ba.float().chunk(2, dim=-1)
-        decay = -share.of(self.A_log).exp() * softplus(decay + share.of(self.dt_bias).float())
-        q, k = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
-        v, gate = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, gate))
-        mixed = self._rule(q, k, v, decay, rate.sigmoid(), sequences=sequences)
-        gated: Tensor = self.out_norm(mixed) * silu(gate.float())
-        return gated.to(mixed.dtype).flatten(1)
+        b_th, a_th = ba.float().chunk(2, dim=-1)
+        decay_th = -share.of(self.A_log).exp() * softplus(a_th + share.of(self.dt_bias).float())
+        q_thk, k_thk = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
+        v_thv, z_thv = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, z))
+        o_thv = self._rule(q_thk, k_thk, v_thv, decay_th, b_th.sigmoid(), sequences=sequences)
+        gated: Tensor = self.out_norm(o_thv) * silu(z_thv.float())
+        return gated.to(o_thv.dtype).flatten(1)
 
     def _mixed_over_ranks(self, qkvz: Tensor, ba: Tensor, spans: ContextSpans) -> Tensor:
         """Ranks with parts of the sequences each take all tokens of a share of the heads, and give the outputs back."""

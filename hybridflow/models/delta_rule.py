@@ -11,6 +11,9 @@ there): with G the sums of g within the chunk and T = (1 + tril(beta k k^T exp(G
     S <- exp(G_C) S + (exp(G_C - G) k)^T u
 
 S is zero where a sequence begins, or what the sequence's parent has left: a prompt that several responses share.
+
+Axes of tensors, as suffixes of names: t tokens, s sequences, n chunks, c tokens of a chunk, h value heads, k and v the
+sizes dk and dv. Queries and keys of the functions that others call have key heads, of which value heads share one.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,29 +68,29 @@ def delta_rule_with_states(
     """The same, and what each sequence leaves: (sequences, hv, dk, dv). states: that they begin with."""
     wide, num_chunks = torch.promote_types(value.dtype, torch.float32), [-(-n // CHUNK) for n in sequences.lengths]
     shared = value.shape[1] // key.shape[1]
-    query, key = (unit(x.to(wide)).repeat_interleave(shared, 1) for x in (query, key))
-    at = _places(sequences.lengths, value.device)
-    tensors = (query * query.shape[-1] ** -0.5, key, value, decay, rate)
-    q, k, v, g, beta = (_in_chunks(x.to(wide), at, sum(num_chunks)) for x in tensors)
-    chunks = _within_chunks(q, k, v, g.cumsum(-1), beta)
+    q_thk, k_thk = (unit(x.to(wide)).repeat_interleave(shared, 1) for x in (query, key))
+    place_t = _places(sequences.lengths, value.device)
+    tensors = (q_thk * q_thk.shape[-1] ** -0.5, k_thk, value, decay, rate)
+    q_nhck, k_nhck, v_nhcv, g_nhc, beta_nhc = (_in_chunks(x.to(wide), place_t, sum(num_chunks)) for x in tensors)
+    chunks = _within_chunks(q_nhck, k_nhck, v_nhcv, g_nhc.cumsum(-1), beta_nhc)
     firsts = [sum(num_chunks[:i]) for i in range(len(num_chunks))]
-    outputs: list[Tensor] = [v] * sum(num_chunks)
-    zero = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
-    left: dict[int, Tensor] = {}
+    outputs: list[Tensor] = [v_nhcv] * sum(num_chunks)  # (h, c, v) of each chunk
+    zero_hkv = v_nhcv.new_zeros(value.shape[1], k_nhck.shape[-1], value.shape[-1])
+    left: dict[int, Tensor] = {}  # the state S, (h, k, v), of each sequence
     for level in sequences.levels:
         for i in level:
             parent = sequences.parents[i]
-            left[i] = zero if parent == NO_PARENT else left[parent]
+            left[i] = zero_hkv if parent == NO_PARENT else left[parent]
             if states is not None:
                 left[i] = states[i].to(wide)
         for step in range(max(num_chunks[i] for i in level)):
             running = [i for i in level if step < num_chunks[i]]
             numbers = torch.tensor([firsts[i] + step for i in running], device=value.device)
-            out, after = chunks.step(numbers, torch.stack([left[i] for i in running]))
-            for i, number, of_chunk, state in zip(running, numbers.tolist(), out, after, strict=True):
+            o_shcv, after_shkv = chunks.step(numbers, torch.stack([left[i] for i in running]))
+            for i, number, of_chunk, state in zip(running, numbers.tolist(), o_shcv, after_shkv, strict=True):
                 outputs[number], left[i] = of_chunk, state
-    flat = torch.stack(outputs).transpose(1, 2).flatten(0, 1)
-    return flat[at].to(value.dtype), torch.stack([left[i] for i in range(len(num_chunks))])
+    o_thv = torch.stack(outputs).transpose(1, 2).flatten(0, 1)[place_t]
+    return o_thv.to(value.dtype), torch.stack([left[i] for i in range(len(num_chunks))])
 
 
 def unit(x: Tensor) -> Tensor:
@@ -97,40 +100,40 @@ def unit(x: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """What of the chunks does not depend on the state, (chunks, heads, C, ...)."""
+    """What of the chunks does not depend on the state."""
 
-    values: Tensor  # T (beta v)
-    keys: Tensor  # T (beta exp(G) k)
-    queries: Tensor  # exp(G) q
-    pairs: Tensor  # tril(q k^T exp(G_i - G_j))
-    late_keys: Tensor  # exp(G_C - G) k
-    decays: Tensor  # exp(G_C)
+    u_nhcv: Tensor  # T (beta v)
+    w_nhck: Tensor  # T (beta exp(G) k)
+    q_nhck: Tensor  # exp(G) q
+    pairs_nhcc: Tensor  # tril(q k^T exp(G_i - G_j))
+    k_nhck: Tensor  # exp(G_C - G) k
+    decay_nh11: Tensor  # exp(G_C)
 
-    def step(self, numbers: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of these chunks, and the states behind them, from the states before them."""
-        updates = self.values[numbers] - self.keys[numbers] @ states
-        outputs = self.queries[numbers] @ states + self.pairs[numbers] @ updates
-        return outputs, states * self.decays[numbers] + self.late_keys[numbers].mT @ updates
+    def step(self, numbers: Tensor, s_shkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of these chunks, (s, h, c, v), and the states behind them, from the states before them."""
+        u_shcv = self.u_nhcv[numbers] - self.w_nhck[numbers] @ s_shkv
+        o_shcv = self.q_nhck[numbers] @ s_shkv + self.pairs_nhcc[numbers] @ u_shcv
+        return o_shcv, s_shkv * self.decay_nh11[numbers] + self.k_nhck[numbers].mT @ u_shcv
 
 
-def _within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
-    """(chunks, heads, C, d), g and beta (chunks, heads, C); g summed up within the chunk."""
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    decay = (g[..., :, None] - g[..., None, :]).masked_fill(later, float("-inf")).exp()
-    scaled = k * beta[..., None]
-    system = (scaled @ k.mT) * decay
-    values, keys = (
-        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
-        for x in (v * beta[..., None], scaled * g.exp()[..., None])
+def _within_chunks(q_nhck: Tensor, k_nhck: Tensor, v_nhcv: Tensor, g_nhc: Tensor, beta_nhc: Tensor) -> _Chunks:
+    """g_nhc: G, summed up within the chunk."""
+    later_cc = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q_nhck.device).triu(1)
+    decay_nhcc = (g_nhc[..., :, None] - g_nhc[..., None, :]).masked_fill(later_cc, float("-inf")).exp()
+    beta_k_nhck = k_nhck * beta_nhc[..., None]
+    system_nhcc = (beta_k_nhck @ k_nhck.mT) * decay_nhcc  # T is the inverse of 1 + this
+    u_nhcv, w_nhck = (
+        torch.linalg.solve_triangular(system_nhcc, x, upper=False, unitriangular=True)
+        for x in (v_nhcv * beta_nhc[..., None], beta_k_nhck * g_nhc.exp()[..., None])
     )
-    end = g[..., -1:]
+    end_nh1 = g_nhc[..., -1:]
     return _Chunks(
-        values=values,
-        keys=keys,
-        queries=q * g.exp()[..., None],
-        pairs=(q @ k.mT) * decay,
-        late_keys=k * (end - g).exp()[..., None],
-        decays=end.exp()[..., None],
+        u_nhcv,
+        w_nhck,
+        q_nhck=q_nhck * g_nhc.exp()[..., None],
+        pairs_nhcc=(q_nhck @ k_nhck.mT) * decay_nhcc,
+        k_nhck=k_nhck * (end_nh1 - g_nhc).exp()[..., None],
+        decay_nh11=end_nh1.exp()[..., None],
     )
 
 
@@ -143,9 +146,9 @@ def _places(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat(found).to(device)
 
 
-def _in_chunks(x: Tensor, at: Tensor, num_chunks: int) -> Tensor:
-    """(t, heads, ...) -> (chunks, heads, C, ...), zeros where there is no token."""
-    whole = x.new_zeros(num_chunks * CHUNK, *x.shape[1:]).index_copy(0, at, x)
+def _in_chunks(x: Tensor, place_t: Tensor, num_chunks: int) -> Tensor:
+    """(t, h, ...) -> (n, h, c, ...), zeros where there is no token."""
+    whole = x.new_zeros(num_chunks * CHUNK, *x.shape[1:]).index_copy(0, place_t, x)
     chunks: Tensor = whole.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
     return chunks
 

@@ -8,6 +8,8 @@ For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 
     p = softmax(W x) over all experts, in float32; the k largest count, divided by their sum if so configured
     y = sum over those experts e of p_e fc2_e swiglu(fc1_e x)
 
+Axes of a router's tensors, as suffixes: t tokens, e experts, k the chosen experts of a token.
+
 The experts of a layer are one parameter, as in vLLM, so that the engine can read the trainer's memory. megatron's own
 layer has one a expert, and with tensor parallelism asks for sequence parallelism.
 """
@@ -58,12 +60,12 @@ class Router(nn.Module):
 
         The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
         """
-        every = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32)
-        shares, chosen = every.topk(self._chosen)
+        p_te = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32)
+        p_tk, chosen_tk = p_te.topk(self._chosen)
         if experts is not None:
-            chosen = self.replay(chosen, experts)
-            shares = every.gather(1, chosen)
-        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, chosen
+            chosen_tk = self.replay(chosen_tk, experts)
+            p_tk = p_te.gather(1, chosen_tk)
+        return p_tk / p_tk.sum(-1, keepdim=True) if self.normalize else p_tk, chosen_tk
 
 
 class SigmoidRouter(Router):
@@ -84,14 +86,14 @@ class SigmoidRouter(Router):
         self.float()
 
     def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores = linear(tokens.float(), self.weight.float()).sigmoid()
-        chosen = self.groups.masked(scores + self.expert_bias).topk(self._chosen).indices
+        score_te = linear(tokens.float(), self.weight.float()).sigmoid()
+        chosen_tk = self.groups.masked(score_te + self.expert_bias).topk(self._chosen).indices
         if experts is not None:
-            chosen = self.replay(chosen, experts)
-        shares = scores.gather(1, chosen)
+            chosen_tk = self.replay(chosen_tk, experts)
+        share_tk = score_te.gather(1, chosen_tk)
         if self.normalize:
-            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return shares * self.scaling, chosen
+            share_tk = share_tk / (share_tk.sum(-1, keepdim=True) + 1e-20)
+        return share_tk * self.scaling, chosen_tk
 
 
 class NarrowSigmoidRouter(SigmoidRouter):

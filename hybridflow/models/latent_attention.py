@@ -6,6 +6,8 @@ For the hidden states x of a sequence, with turned parts t:
     q = [W_q c_q; rotary(W_qr c_q)],  k = [W_k c; k_t],  v = W_v c   of each head
     y = W_o attention(q, k, v)
 
+In the code k_r is W_kr x, which turns to k_t. Axes, as suffixes: t tokens, h this rank's heads, d the size of q and k.
+
 Heads are cut over the tensor-parallel ranks. What makes the narrow vectors is whole on every rank and reads the rank's
 own tokens. megatron's layer does not sum the rotary key's gradient over the ranks (Megatron-LM#6839).
 """
@@ -100,25 +102,25 @@ class LatentAttention(Mixer):
 
     def _within_rank(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
         """(tokens, heads x size of v) of this rank's heads."""
-        narrow_query, latent, rotary_key = self._narrow(hidden)
+        narrow_query, c, k_r = self._narrow(hidden)
         query = self._query(narrow_query)
-        key_value = self.linear_kv_b(latent)[0].squeeze(1)
-        rotary_key = self._of_all_heads(rotary_key)
+        key_value = self.linear_kv_b(c)[0].squeeze(1)
+        k_r = self._of_all_heads(k_r)
 
-        def core(query: Tensor, key_value: Tensor, rotary_key: Tensor) -> Tensor:
-            turned_key = self._functions.rotate(rotary_key, not_none(packed.cos), not_none(packed.sin))
-            heads = self._turned(query, packed), *self._keys_and_values(key_value, turned_key)
+        def core(query: Tensor, key_value: Tensor, k_r: Tensor) -> Tensor:
+            k_t = self._functions.rotate(k_r, not_none(packed.cos), not_none(packed.sin))
+            heads = self._turned(query, packed), *self._keys_and_values(key_value, k_t)
             return self._values_alone(self._functions.attend(*heads, packed=packed, scale=self._scale))
 
-        return self.computed(core, query, key_value, rotary_key)
+        return self.computed(core, query, key_value, k_r)
 
     def _over_ranks(self, hidden: Tensor, packed: PackedSequences, spans: ContextSpans) -> Tensor:
         """The same where other ranks have parts of the sequences: the narrow vectors travel, and here become heads.
 
         They do so while queries are made. The heads of all tokens are there for one layer at a time.
         """
-        narrow_query, latent, rotary_key = self._narrow(hidden)
-        sent = torch.cat([latent, self._turned_part(rotary_key, packed)], dim=-1)
+        narrow_query, c, k_r = self._narrow(hidden)
+        sent = torch.cat([c, self._turned_part(k_r, packed)], dim=-1)
         if torch.is_grad_enabled() and not sent.requires_grad:
             sent = sent.detach().requires_grad_()  # of a frozen layer in front: what is made again needs one such input
         begun = [begin_gather(sent, spans.context)]
@@ -127,16 +129,16 @@ class LatentAttention(Mixer):
         def heads_of_all(sent: Tensor) -> Tensor:
             arrives = begun.pop() if begun else None  # again: none has begun
             whole = of_all_ranks(sent, spans.context, arrives)
-            latent, rotary_key = whole.split([self._sizes.key_rank, self._sizes.rotary_dim], dim=-1)
-            key_value = self._in_order(self.linear_kv_b(latent)[0].squeeze(1), spans.context.size)
-            turned_key = self._in_order(self._of_all_heads(rotary_key), spans.context.size)
-            return torch.cat(self._keys_and_values(key_value, turned_key), dim=-1)
+            c, k_t = whole.split([self._sizes.key_rank, self._sizes.rotary_dim], dim=-1)
+            key_value = self._in_order(self.linear_kv_b(c)[0].squeeze(1), spans.context.size)
+            k_t = self._in_order(self._of_all_heads(k_t), spans.context.size)
+            return torch.cat(self._keys_and_values(key_value, k_t), dim=-1)
 
         def attend(query: Tensor, heads: Tensor) -> Tensor:
             calls = MergedCalls(packed.own, spans.reads, self._scale, self._functions.kernel)
-            keys, values = heads.chunk(2, dim=-1)
-            turned = self._turned(query, packed)
-            return self._values_alone(attention_to_whole(turned, keys, values, calls, here=spans.here))
+            k_thd, v_thd = heads.chunk(2, dim=-1)  # of all tokens
+            q_thd = self._turned(query, packed)
+            return self._values_alone(attention_to_whole(q_thd, k_thd, v_thd, calls, here=spans.here))
 
         if attention_runs_again(self.config):
             return self.computed(lambda query, sent: attend(query, heads_of_all(sent)), query, sent)
@@ -150,8 +152,8 @@ class LatentAttention(Mixer):
             narrow_query, narrow = hidden, self.linear_kv_a(hidden)
         else:
             narrow_query, narrow = self.linear_qkv_a(hidden).split([sizes.query_rank, sizes.cached], dim=-1)
-        latent, rotary_key = narrow.split([sizes.key_rank, sizes.rotary_dim], dim=-1)
-        return narrow_query, self.kv_a_layernorm(latent), rotary_key
+        c, k_r = narrow.split([sizes.key_rank, sizes.rotary_dim], dim=-1)
+        return narrow_query, self.kv_a_layernorm(c), k_r
 
     def _query(self, narrow: Tensor) -> Tensor:
         """(t, heads x size of q) of all tokens and this rank's heads."""
@@ -162,21 +164,21 @@ class LatentAttention(Mixer):
         found: Tensor = query.squeeze(1)
         return found
 
-    def _of_all_heads(self, rotary_key: Tensor) -> Tensor:
+    def _of_all_heads(self, k_r: Tensor) -> Tensor:
         """Of all tokens. Heads of all ranks read this key: its gradient is the sum over the ranks."""
         found: Tensor
         if self.config.sequence_parallel:
-            found = gather_from_sequence_parallel_region(rotary_key, group=self._group)
+            found = gather_from_sequence_parallel_region(k_r, group=self._group)
         else:
-            found = copy_to_tensor_model_parallel_region(rotary_key, group=self._group)
+            found = copy_to_tensor_model_parallel_region(k_r, group=self._group)
         return found
 
-    def _turned_part(self, rotary_key: Tensor, packed: PackedSequences) -> Tensor:
+    def _turned_part(self, k_r: Tensor, packed: PackedSequences) -> Tensor:
         """Of this rank's own tokens, which with sequence parallelism are a part of the micro-batch's."""
         cos, sin = not_none(packed.cos), not_none(packed.sin)
         if self.config.sequence_parallel:
             cos, sin = (table.chunk(self._group.size())[self._group.rank()] for table in (cos, sin))
-        return self._functions.rotate(rotary_key, cos, sin)
+        return self._functions.rotate(k_r, cos, sin)
 
     def _in_order(self, x: Tensor, ranks: int) -> Tensor:
         """Rank after rank of those that share tokens: tensor-parallel ranks have each gathered a part of theirs."""
@@ -192,14 +194,14 @@ class LatentAttention(Mixer):
         turned = self._functions.rotate(turning, not_none(packed.cos), not_none(packed.sin))
         return torch.cat([plain, turned], dim=-1)
 
-    def _keys_and_values(self, key_value: Tensor, turned_key: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, key_value: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
         """(t, heads x (plain k, v)), (t, 1, turned k) -> each (t, heads, size of q): kernels know one size of heads."""
         sizes = self._sizes
         plain, value = key_value.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.value_dim], dim=-1)
-        key = torch.cat([plain, turned_key.expand(-1, self._heads, -1)], dim=-1)
+        k_thd = torch.cat([plain, k_t.expand(-1, self._heads, -1)], dim=-1)
         if sizes.value_dim < sizes.head_dim:
             value = pad(value, (0, sizes.head_dim - sizes.value_dim))
-        return key, value
+        return k_thd, value
 
     def _values_alone(self, out: Tensor) -> Tensor:
         """(t, heads, size of q) -> (t, heads x size of v)"""
