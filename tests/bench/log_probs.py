@@ -57,14 +57,14 @@ def measure(rows: int, columns: int) -> dict[str, dict[str, float]]:
 def forward(kernels: VocabKernels, rows: int, columns: int) -> None:
     with torch.device("meta"):
         logits, targets = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
-        kernels.partial_sums(logits, columns, targets, torch.ones(rows))
+        kernels.partial_sums(logits, columns, targets, torch.empty(rows))
 
 
 def backward(kernels: VocabKernels, rows: int, columns: int) -> None:
     with torch.device("meta"):
         logits, targets = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
         of_rows = {name: torch.empty(rows) for name in ("normalizer", "entropy", "grad_log_probs", "grad_entropy")}
-        kernels.gradients(logits, columns, targets, torch.ones(rows), **of_rows)
+        kernels.gradients(logits, columns, targets, torch.empty(rows), **of_rows)
 
 
 class Counted(TorchDispatchMode):
@@ -76,7 +76,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not (func.is_view or func is torch.ops.aten.empty.memory_format):
+        if not (func.is_view or func.overloadpacket in NOTHING):
             read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
             if func.overloadpacket in WRITES_ALONE:
@@ -91,6 +91,7 @@ class Counted(TorchDispatchMode):
         self.num_bytes += num_bytes
 
 
+NOTHING = (torch.ops.aten.empty, torch.ops.aten.new_empty)
 WRITES_ALONE = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)  # what they are given to write over
 ONE_A_ROW = (torch.ops.aten.gather, torch.ops.aten.scatter_add_)  # of the logits they touch one element a row
 
