@@ -39,20 +39,13 @@ class CacheBlocks(NamedTuple):
         return self.tables * ceil(tokens / self.tokens) + self.states + self.windows * in_window
 
 
-def has_window_tables(spec: ModelSpec, stages: Stages) -> bool:
-    """Whether layers with windows have tables of their own.
-
-    Not where stages have other shares of them: each rank schedules for itself, and has to come to the same.
-    """
-    return _shares(spec, stages, "window") is not None
-
-
 def cache_blocks(
     spec: ModelSpec, stages: Stages, *, tp: int, itemsize: int, least_tokens: int, step_tokens: int = 0
 ) -> CacheBlocks:
     """Of an engine with these stages. least_tokens: what attention takes in a block at least.
 
-    step_tokens: the most tokens of a step. Errors: ConfigError where stages have other shares of layers with states.
+    Layers with windows have tables of their own, but where stages have other shares of them: each rank schedules for
+    itself, and has to come to the same. step_tokens: the most tokens of a step. Errors: ConfigError where stages have other shares of layers with states.
     """
     caches = [mixer.cache(spec, tp=tp, itemsize=itemsize) for mixer in mixer_shares(spec)]
     token, state = max(cache.token for cache in caches), max(cache.state for cache in caches)  # of a layer
