@@ -45,7 +45,9 @@ def cache_blocks(
     """Of an engine with these stages. least_tokens: what attention takes in a block at least.
 
     Layers with windows have tables of their own, but where stages have other shares of them: each rank schedules for
-    itself, and has to come to the same. step_tokens: the most tokens of a step. Errors: ConfigError where stages have other shares of layers with states.
+    itself, and has to come to the same. step_tokens: the most tokens of a step.
+
+    Errors: ConfigError where stages have other shares of layers with states.
     """
     caches = [mixer.cache(spec, tp=tp, itemsize=itemsize) for mixer in mixer_shares(spec)]
     token, state = max(cache.token for cache in caches), max(cache.state for cache in caches)  # of a layer
