@@ -87,7 +87,9 @@ class ConfigFields:
         """A positive whole number; where the file leaves it out or has null, `default`, else the family's."""
         value = self._raw.get(key)
         if value is None:
-            value = self._family.default(key) if default is None else default
+            if default is not None:
+                return default
+            value = self._family.default(key)
         if not is_number(value) or value != int(value) or not 0 < value <= most:
             raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)

@@ -36,12 +36,12 @@ QWEN35 = Family(
     model_type="qwen3_5_text",
     score_architecture="Qwen3_5TextForSequenceClassification",
     wrapper="Qwen3_5ForConditionalGeneration",
+    wrapper_tied=False,
     missing={
         "head_dim": 256,
         "num_key_value_heads": 4,
         POSITIONS: 32768,
         "partial_rotary_factor": 0.25,
-        "wrapper's tie_word_embeddings": False,
         "mtp_num_hidden_layers": 0,
     },
     rules=(

@@ -38,7 +38,9 @@ class AttentionTraits:
     norms_key: str = ""  # says whether a model has norms of heads; none: as the family
     gate: bool = False  # a sigmoid of a gate multiplies what a head gives
     fused: bool = False  # one tensor of the files has queries, keys and values
-    last: Literal["", "bias", "norms"] = ""  # of a layer's weights in messages and files, as checkpoints have them
+    last: Literal["", "bias", "norms"] = (
+        ""  # of the mixer's weights, what stands behind the MLP's in messages and exported files
+    )
     grouped: bool = True  # config.json may give num_key_value_heads and head_dim; else as many as heads, hidden / heads
     scale_key: str = ""  # of a number whose root divides scores; none: head_dim
     grows: bool = False  # queries grow with their positions: llama_4_scaling_beta says how fast
@@ -137,6 +139,7 @@ class Family:
     other_model_types: tuple[str, ...] = ()  # of other makers' models that are built alike
     score_architecture: str = ""  # of a model that scores; none: the family's and ForSequenceClassification
     wrapper: str = ""  # the architecture with what reads images beside, where text_config says what counts
+    wrapper_tied: bool = True  # what a missing tie_word_embeddings of the wrapper means
     missing: Mapping[str, Any] = field(default_factory=dict)  # field of config.json -> what a missing one means
     rules: tuple[ConfigFieldRule, ...] = ()
 
@@ -156,7 +159,6 @@ class Family:
 # Of all families that say nothing else. Null is another thing: it means what the reader of the field makes of it.
 MISSING: Mapping[str, Any] = {
     "tie_word_embeddings": False,
-    "wrapper's tie_word_embeddings": True,  # where text_config describes the language model
     POSITIONS: 2048,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 1,

@@ -11,7 +11,7 @@ from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.rope import Refuse, is_number
 from hybridflow.formats.block_fp8 import BLOCK
 
-Size = Callable[..., int]  # (key, default) -> a positive whole number of config.json
+Size = Callable[[str], int]  # a positive whole number of config.json
 BEST_OF_GROUP = 2  # experts whose scores are a group's
 
 

@@ -17,7 +17,6 @@ class LayerKind(NamedTuple):
 
 
 DENSE, EXPERTS = LayerKind(), LayerKind(mlp="experts")
-WINDOW, UNTURNED = LayerKind("window"), LayerKind("unturned")
 
 
 class DeltaSizes(NamedTuple):

@@ -309,7 +309,7 @@ def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Fa
     inside = [family for family in FAMILIES.values() if family.wrapper == architecture]
     first, kind = inside[0], text.get("model_type")
     family = next((each for each in inside if (each.model_type or each.name) == kind), first)
-    text = {"model_type": first.model_type or first.name} | text | {TIED: family.default("wrapper's " + TIED)}
+    text = {"model_type": first.model_type or first.name} | text | {TIED: family.wrapper_tied}
     shared = (TIED, "is_causal", "quantization_config", "compression_config")
     return family, text | {key: raw[key] for key in shared if key in raw}
 

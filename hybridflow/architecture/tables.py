@@ -112,4 +112,4 @@ def _norms(spec: ModelSpec, mixer: TokenMixer, mlp: Mlp) -> Norms:
 
 
 def _opt_norms(spec: ModelSpec) -> Norms:
-    return ((), (), OPT_NORMS_BEHIND) if spec.post_norm else (OPT_INPUT_NORM, OPT_MLP_NORM, ())
+    return ((), OPT_NORMS_BEHIND[:2], OPT_NORMS_BEHIND[2:]) if spec.post_norm else (OPT_INPUT_NORM, OPT_MLP_NORM, ())

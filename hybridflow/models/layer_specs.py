@@ -4,7 +4,7 @@ megatron's own local layers, or Transformer Engine's, with our norms, activation
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -41,7 +41,6 @@ from hybridflow.models.recomputation import add_own_modules, megatron_arguments,
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
 
-Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

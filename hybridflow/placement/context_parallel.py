@@ -33,7 +33,7 @@ def shares_tokens(spec: ModelSpec, tp: int, ranks: int) -> bool:
     return all(heads is None or heads % ranks == 0 for heads in dealt)
 
 
-def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> float:
+def context_bytes(spec: ModelSpec, layout: Layout, *, itemsize: int, tokens: int, backward: bool = False) -> int:
     """What mixers have of other ranks' tokens while they run, with context parallelism: one layer at a time."""
     if layout.cp == 1:
         return 0

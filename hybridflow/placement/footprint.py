@@ -160,7 +160,7 @@ def layer_bytes(
 
     Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 (none), 2 (tensor parallel) and 4 (with sequence parallel),
     without dropout and masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
-    GELU and grouped keys and values:
+    GELU and grouped keys and values. With b = bytes of an element, h = hidden size, sp = tp with sequence parallelism:
 
         none       norms (`norm_bytes`), the mixer (`architecture.mixers`) and the MLP (`architecture.mlps`)
         full       b h / sp: the layer runs again from the input

@@ -1,4 +1,4 @@
-"""A token mixer, or an MLP, that leaves an answer out: it cannot be made, does not start, and does not type-check."""
+"""A token mixer, or an MLP, that leaves an answer out: no command starts, and mypy refuses it."""
 
 import subprocess
 import sys
@@ -42,6 +42,15 @@ def test_who_leaves_an_answer_out_cannot_be_made(base: type) -> None:
         less = {other: answer for other, answer in whole.items() if other != name}
         with pytest.raises(TypeError, match=rf"abstract method '?{name}'?"):
             type("Less", (base,), less)()
+
+
+def test_with_a_name_that_no_mixer_has_no_command_starts() -> None:
+    names = "kinds.MixerName = kinds.Literal[(*kinds.MixerName.__args__, 'silence')]"
+    code = f"from hybridflow.architecture import layer_kinds as kinds; {names}; import hybridflow.placement.placed"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (
+        found.returncode == 1 and "AssertionError: Expected code to be unreachable, but got: 'silence'" in found.stderr
+    )
 
 
 @pytest.mark.thorough

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.cpu.kernels import library, paged
 from hybridflow.cpu.megatron.overlays import prepare
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.patches import prepare_vllm
 from tests.bench.shared_prompt import cpu
 
-LAYERS, BLOCK, SCALE = 5, BLOCK_TOKENS["cpu"], 0.1
+LAYERS, BLOCK, SCALE = 5, CPU_BLOCK, 0.1
 
 
 @dataclass(frozen=True)

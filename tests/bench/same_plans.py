@@ -36,6 +36,7 @@ LAYOUTS = {  # name -> ranks, changes of docs/models/layouts.yaml; {role}: of th
     "tp 2 pp 2": (16, (TP2, PP2, FULL, "rollout.pipeline_parallel_size=2")),
     "cp 2": (16, (TP2, SP, CP2, ENGINE)),
     "cp 2 again": (8, (CP2, SELECTIVE, "actor.micro_batch_tokens=2048")),
+    "cp 2 on cpus": (8, (CP2, "platform=cpu")),
     "cpus": (8, (TP2, "platform=cpu")),
     "lora": (8, (LORA, TP2, ENGINE)),
     "ep 8": (16, (TP2, SP, "{role}.expert_parallel_size=8", "rollout.enable_expert_parallel=true", ENGINE)),

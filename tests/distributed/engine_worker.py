@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.cpu.engine import decoder, sampling
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
@@ -129,7 +129,7 @@ def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_lev
         sampling=SAMPLING,
         config=CONFIG.model_copy(update={"sleep_level": sleep_level}),
         kv_cache_bytes=int(case.kv_cache_gib * 2**30) * len(case.stages[at.pp]) // max(map(len, case.stages)),
-        block_tokens=BLOCK_TOKENS["cpu"],
+        block_tokens=CPU_BLOCK,
         platform=platform,
     )
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.architecture.spec import read_spec
 from hybridflow.placement.cache_blocks import cache_blocks
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from tests.distributed.engine_worker import CONFIG
 from tests.distributed.window_engine_worker import KV_CACHE_BYTES, LAYOUTS, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
 from tests.launch import run_ranks
@@ -49,7 +49,7 @@ def test_vllm_hands_out_the_blocks_that_the_plan_counts(
 ) -> None:
     """By kind of layer."""
     spec, step = read_spec(root / family / "policy"), CONFIG.batched_tokens(MAX_LENGTH, cuda=False)
-    sizes = {"itemsize": 4, "least_tokens": BLOCK_TOKENS["cpu"], "step_tokens": step}
+    sizes = {"itemsize": 4, "least_tokens": CPU_BLOCK, "step_tokens": step}
     blocks = cache_blocks(spec, (tuple(range(NUM_LAYERS)),), tp=LAYOUTS[layout].tp, **sizes)
     assert blocks.windows and blocks.of_sequence(MAX_LENGTH) > MAX_LENGTH // blocks.tokens
     for rank in ranks:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.architecture.spec import read_spec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.patches import join_groups
@@ -84,7 +84,7 @@ def build(
         sampling=SAMPLING,
         config=CONFIG,
         kv_cache_bytes=KV_CACHE_BYTES,
-        block_tokens=BLOCK_TOKENS["cpu"],
+        block_tokens=CPU_BLOCK,
         platform=platform,
     )
 

@@ -137,9 +137,7 @@ class AttentionMixer(TokenMixer):
     def context_tokens(self, spec: ModelSpec, *, tokens: float, pairs: float, ranks: int, split: int) -> float:
         return ranks * tokens
 
-    def context_bytes(
-        self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool
-    ) -> float:
+    def context_bytes(self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool) -> int:
         columns, of_queries = self.context_columns(spec, tp), 2 * spec.num_heads // tp * spec.head_dim
         grouped = of_queries if backward and of_queries > columns else 0
         return itemsize * ranks * tokens * ((2 if backward else 1) * 2 * columns + grouped)

@@ -139,9 +139,7 @@ class DeltaNetMixer(TokenMixer):
     def context_tokens(self, spec: ModelSpec, *, tokens: float, pairs: float, ranks: int, split: int) -> float:
         return tokens  # of c ranks each sends (c - 1) / c of them, as where all have 1 / c of what is gathered
 
-    def context_bytes(
-        self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool
-    ) -> float:
+    def context_bytes(self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool) -> int:
         return (2 if backward else 1) * 2 * itemsize * tokens * self.context_columns(spec, tp)
 
     def context_heads(self, spec: ModelSpec, tp: int) -> int | None:

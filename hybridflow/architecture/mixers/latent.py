@@ -152,9 +152,7 @@ class LatentMixer(TokenMixer):
     def context_tokens(self, spec: ModelSpec, *, tokens: float, pairs: float, ranks: int, split: int) -> float:
         return ranks * tokens / split
 
-    def context_bytes(
-        self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool
-    ) -> float:
+    def context_bytes(self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool) -> int:
         of_queries = 2 * spec.num_heads // tp * spec.head_dim
         return (2 if backward else 1) * 3 * itemsize * ranks * tokens * of_queries
 

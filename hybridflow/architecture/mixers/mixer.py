@@ -107,9 +107,7 @@ class TokenMixer(ABC):
         """
 
     @abstractmethod
-    def context_bytes(
-        self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool
-    ) -> float:
+    def context_bytes(self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool) -> int:
         """Bytes of other ranks' tokens that a rank has while a layer runs. tokens: of the rank."""
 
     @abstractmethod

@@ -26,9 +26,7 @@ class WindowMixer(AttentionMixer):
         length = 2 * pairs / tokens
         return ranks * tokens * min(1.0, 2 * ranks * (_window(spec) - 1) / max(length, 1.0))
 
-    def context_bytes(
-        self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool
-    ) -> float:
+    def context_bytes(self, spec: ModelSpec, *, tp: int, ranks: int, itemsize: int, tokens: int, backward: bool) -> int:
         ends = min(tokens, 2 * (_window(spec) - 1))  # of one sequence: of several there are more
         elements = 2 * (SUM_BYTES + itemsize) * tokens + (SUM_BYTES + ranks * itemsize) * ends
         return (2 if backward else 1) * self.context_columns(spec, tp) * elements

@@ -1,6 +1,7 @@
 """What every kind of MLP has to say: its weights, and what these cost. Pure. See `mixers.mixer`.
 
-h, f are the hidden and the ffn size, sp = tp with sequence parallelism, else 1.
+b is the bytes of an element, h and f are the hidden and the ffn size, and tp and etp the ranks that share an MLP and an
+expert.
 """
 
 from abc import ABC, abstractmethod
