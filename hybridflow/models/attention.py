@@ -222,11 +222,11 @@ class GroupedSelfAttention(SelfAttention):
             found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
             assert len(found) == 3, "no gate and no fused rotary embedding was asked for"
             return found
-        rows, _ = apply_module(self.linear_qkv)(hidden_states)  # this rank's even share of the group's rows
-        rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=group)
+        qkv, _ = apply_module(self.linear_qkv)(hidden_states)  # of this rank's even share of the rows
+        qkv = all_gather_last_dim_from_tensor_parallel_region(qkv, group=group)
         own_group, member = divmod(group.rank(), sharing)
-        own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
-        query, key, value = own.split([own.shape[2] - 2, 1, 1], dim=2)
+        qkv_of_group = qkv.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
+        query, key, value = qkv_of_group.split([qkv_of_group.shape[2] - 2, 1, 1], dim=2)
         query = query[:, :, member * heads : (member + 1) * heads]
         norms: tuple[Any, Any] = self.q_layernorm, self.k_layernorm
         query, key = (x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True))
@@ -277,11 +277,11 @@ def rotation(pairs: Pairs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    turning = 2 * cos.shape[-1]
-    (a, b), (out_a, out_b) = pairs(x[..., :turning]), pairs(out[..., :turning])
+    num_rotary = 2 * cos.shape[-1]
+    (a, b), (out_a, out_b) = pairs(x[..., :num_rotary]), pairs(out[..., :num_rotary])
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
-    out[..., turning:] = x[..., turning:]
+    out[..., num_rotary:] = x[..., num_rotary:]
     return out
 
 

@@ -6,12 +6,11 @@ It is merged from several calls of a kernel, by `shared_prompt.MergedCalls`:
     before     a piece with all of its stretch before the piece
     prompts    what follows a shared prompt with all of the prompt
 
-Keys and values of all ranks are gathered for the last two. They are kept where the layer is computed again: then they
-are there for one layer at a time. Else the backward pass gathers once more, and what is kept is of the own tokens.
-Gradients of keys and values are summed at their owners. Tensors are as in `shared_prompt`.
+Keys and values of all ranks (k_all, v_all) are gathered for the last two. With recomputation, the backward pass
+keeps those of one layer at a time. Without it, a layer keeps those of the own tokens, and the backward pass gathers
+again. Gradients of keys and values are summed at their owners. Tensors are as in `shared_prompt`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +31,12 @@ def context_attention(
     return out
 
 
-def attention_to_whole(query: Tensor, keys: Tensor, values: Tensor, calls: MergedCalls, *, here: slice) -> Tensor:
-    """The same of (c tokens, heads, head_dim) keys and values that are here already. Nothing is sent.
+def attention_to_whole(query: Tensor, k_all: Tensor, v_all: Tensor, calls: MergedCalls, *, here: slice) -> Tensor:
+    """The same of (ranks x tokens, heads, head_dim) keys and values that are here already. Nothing is sent.
 
     here: the own tokens among all ranks'.
     """
-    out: Tensor = AttentionToWhole.apply(query, keys, values, calls, here)
+    out: Tensor = AttentionToWhole.apply(query, k_all, v_all, calls, here)
     return out
 
 
@@ -48,56 +47,56 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: MergedCalls, context: Context, keep: bool
     ) -> Tensor:
-        out, lse, *whole = calls.forward(query, key, value, _gather_both(key, value, context))
-        ctx.save_for_backward(*(query, key, value, out, lse), *(whole if keep else ()))
+        out, lse, *kv_all = calls.forward(query, key, value, _gather_both(key, value, context))
+        ctx.save_for_backward(*(query, key, value, out, lse), *(kv_all if keep else ()))
         ctx.calls, ctx.context = calls, context
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *kept = ctx.saved_tensors
-        arrives = (lambda: kept) if kept else _gather_both(key, value, ctx.context)
-        of_queries = grad.contiguous(), query, out, lse
-        dq, dk, dv = ctx.calls.gradients(of_queries, key, value, ctx.calls.own)
-        keys, values = arrives()
-        of_others = torch.zeros_like(keys, dtype=dq.dtype), torch.zeros_like(values, dtype=dq.dtype)
-        ctx.calls.add_others((dq, *of_others), of_queries, keys, values)
-        dk, dv = (x + more for x, more in zip((dk, dv), _sum_at_owners(of_others, ctx.context), strict=True))
+        query, key, value, out, lse, *kv_all = ctx.saved_tensors
+        arrives = (lambda: kv_all) if kv_all else _gather_both(key, value, ctx.context)
+        query_side = grad.contiguous(), query, out, lse
+        dq, dk, dv = ctx.calls.gradients(query_side, key, value, ctx.calls.own)
+        k_all, v_all = arrives()
+        dk_all, dv_all = (torch.zeros_like(x, dtype=dq.dtype) for x in (k_all, v_all))
+        ctx.calls.add_others((dq, dk_all, dv_all), query_side, k_all, v_all)
+        dk, dv = (x + more for x, more in zip((dk, dv), _sum_at_owners(dk_all, dv_all, ctx.context), strict=True))
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
 
 
 class AttentionToWhole(torch.autograd.Function):
-    """Where the whole keys and values are inputs, which whoever has made them keeps or makes again."""
+    """The caller passes the gathered keys and values, and keeps them or computes them again for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, calls: MergedCalls, here: slice) -> Tensor:
-        key, value = (x[here].contiguous() for x in (keys, values))
-        out, lse, *_ = calls.forward(query, key, value, lambda: (keys, values))
-        ctx.save_for_backward(query, keys, values, out, lse)
+    def forward(ctx: Any, query: Tensor, k_all: Tensor, v_all: Tensor, calls: MergedCalls, here: slice) -> Tensor:
+        key, value = (x[here].contiguous() for x in (k_all, v_all))
+        out, lse, *_ = calls.forward(query, key, value, lambda: (k_all, v_all))
+        ctx.save_for_backward(query, k_all, v_all, out, lse)
         ctx.calls, ctx.here = calls, here
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, out, lse = ctx.saved_tensors
-        key, value = (x[ctx.here].contiguous() for x in (keys, values))
-        of_queries = grad.contiguous(), query, out, lse
-        dq, dk, dv = ctx.calls.gradients(of_queries, key, value, ctx.calls.own)
-        of_keys, of_values = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values))
-        ctx.calls.add_others((dq, of_keys, of_values), of_queries, keys, values)
-        of_keys[ctx.here] += dk
-        of_values[ctx.here] += dv
-        return dq.to(query.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype), None, None
+        query, k_all, v_all, out, lse = ctx.saved_tensors
+        key, value = (x[ctx.here].contiguous() for x in (k_all, v_all))
+        query_side = grad.contiguous(), query, out, lse
+        dq, dk, dv = ctx.calls.gradients(query_side, key, value, ctx.calls.own)
+        dk_all, dv_all = (torch.zeros_like(x, dtype=dq.dtype) for x in (k_all, v_all))
+        ctx.calls.add_others((dq, dk_all, dv_all), query_side, k_all, v_all)
+        dk_all[ctx.here] += dk
+        dv_all[ctx.here] += dv
+        return dq.to(query.dtype), dk_all.to(k_all.dtype), dv_all.to(v_all.dtype), None, None
 
 
 def _gather_both(key: Tensor, value: Tensor, context: Context) -> Arrivals:
-    """Begin to gather; what is called for the whole keys and values, (c tokens, heads, head_dim)."""
+    """Begin to gather; what is called for the keys and values of all, (ranks x tokens, heads, head_dim)."""
     arrives = begin_gather(torch.cat([key, value], dim=-1), context)
     return lambda: arrives().split([key.shape[-1], value.shape[-1]], dim=-1)
 
 
-def _sum_at_owners(of_all: Sequence[Tensor], context: Context) -> tuple[Tensor, ...]:
+def _sum_at_owners(dk_all: Tensor, dv_all: Tensor, context: Context) -> tuple[Tensor, ...]:
     """Of gathered keys and values the gradients that all ranks have found, at the rank whose tokens they are."""
-    own = sum_at_owners(torch.cat(list(of_all), dim=-1), context)
-    found: tuple[Tensor, ...] = own.split([x.shape[-1] for x in of_all], dim=-1)
+    own = sum_at_owners(torch.cat([dk_all, dv_all], dim=-1), context)
+    found: tuple[Tensor, ...] = own.split([dk_all.shape[-1], dv_all.shape[-1]], dim=-1)
     return found

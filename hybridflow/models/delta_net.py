@@ -3,10 +3,10 @@
 For the hidden states x of a sequence:
 
     q, k, v = silu(causal convolution of W_qkv x);   z = W_z x;   b = W_b x;   a = W_a x
-    o = delta rule of q, k, v with decays -exp(A_log) softplus(a + dt_bias) and rates sigmoid(b)
+    o = delta rule of q, k, v with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b)
     y = W_out (w o / rms(o) silu(z)),  the norm within each head
 
-Axes of tensors, as suffixes: t tokens, h heads (of q and k key heads, else value heads), k and v the sizes of a head.
+Axes of tensors, as suffixes: t tokens, g key heads, h value heads, k and v the sizes of their heads.
 Key heads are cut over the tensor-parallel ranks, and with each its value heads. `in_proj_qkvz` and `in_proj_ba` are
 what vLLM has under these names: of each part this rank's rows, one part below the other. With context parallelism each
 of the ranks that share tokens has all tokens of a share of these heads: a state goes from token to token.
@@ -108,28 +108,28 @@ class DeltaNet(Mixer):
         """(t, values of the share) of whole sequences, from what the share's heads have of qkvz and ba."""
         keys, values = self._keys // share.count, self._values // share.count
         qkv, z = qkvz.split([2 * keys + values, values], dim=-1)
-        kernel: Tensor = self.conv1d.weight
+        conv_weight: Tensor = self.conv1d.weight
         if share.count > 1:
-            kernel = torch.cat([share.of(x) for x in kernel.split([self._keys, self._keys, self._values])])
-        heads = causal_convolution(qkv, kernel, sequences)
-        q, k, v = heads.split([keys, keys, values], dim=-1)
+            conv_weight = torch.cat([share.of(x) for x in conv_weight.split([self._keys, self._keys, self._values])])
+        qkv_conv = causal_convolution(qkv, conv_weight, sequences)
+        q, k, v = qkv_conv.split([keys, keys, values], dim=-1)
         b_th, a_th = ba.float().chunk(2, dim=-1)
-        decay_th = -share.of(self.A_log).exp() * softplus(a_th + share.of(self.dt_bias).float())
-        q_thk, k_thk = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
+        g_th = -share.of(self.A_log).exp() * softplus(a_th + share.of(self.dt_bias).float())
+        q_tgk, k_tgk = (x.unflatten(-1, (-1, self._sizes.key_dim)) for x in (q, k))
         v_thv, z_thv = (x.unflatten(-1, (-1, self._sizes.value_dim)) for x in (v, z))
-        o_thv = self._rule(q_thk, k_thk, v_thv, decay_th, b_th.sigmoid(), sequences=sequences)
+        o_thv = self._rule(q_tgk, k_tgk, v_thv, g_th, b_th.sigmoid(), sequences=sequences)
         gated: Tensor = self.out_norm(o_thv) * silu(z_thv.float())
         return gated.to(o_thv.dtype).flatten(1)
 
     def _mixed_over_ranks(self, qkvz: Tensor, ba: Tensor, spans: ContextSpans) -> Tensor:
         """Ranks with parts of the sequences each take all tokens of a share of the heads, and give the outputs back."""
-        context, whole = spans.context, [2 * self._keys + 2 * self._values, ba.shape[-1]]
+        context, widths = spans.context, [2 * self._keys + 2 * self._values, ba.shape[-1]]
         sizes = [self._keys, self._keys, self._values, self._values, ba.shape[-1] // 2, ba.shape[-1] // 2]
         parts = torch.cat([qkvz, ba], dim=-1).split(sizes, dim=-1)
-        of_ranks = torch.cat([x.unflatten(-1, (context.size, -1)) for x in parts], dim=-1).transpose(0, 1)
-        tokens = exchanged(of_ranks, context).flatten(0, 1)[spans.gathered]
-        inputs = tokens.split([width // context.size for width in whole], dim=-1)
-        own = HeadShare(context.size, context.rank)
-        mixed = self._mixed(inputs[0], inputs[1], spans.stretches, own)
-        found = mixed.new_zeros(context.size * spans.num_tokens, mixed.shape[-1]).index_copy(0, spans.gathered, mixed)
-        return exchanged(found.unflatten(0, (context.size, -1)), context).transpose(0, 1).flatten(1)
+        qkvzba_for_ranks = torch.cat([x.unflatten(-1, (context.size, -1)) for x in parts], dim=-1).transpose(0, 1)
+        qkvzba_all_tokens = exchanged(qkvzba_for_ranks, context).flatten(0, 1)[spans.gathered]
+        qkvz_all, ba_all = qkvzba_all_tokens.split([width // context.size for width in widths], dim=-1)
+        mixed = self._mixed(qkvz_all, ba_all, spans.stretches, HeadShare(context.size, context.rank))
+        mixed_for_ranks = mixed.new_zeros(context.size * spans.num_tokens, mixed.shape[-1])
+        mixed_for_ranks = mixed_for_ranks.index_copy(0, spans.gathered, mixed).unflatten(0, (context.size, -1))
+        return exchanged(mixed_for_ranks, context).transpose(0, 1).flatten(1)

@@ -4,16 +4,17 @@ Of a head with the state S (dk, dv), at the tokens t of a sequence (Yang et al. 
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,      o_t = S_t^T q_t / sqrt(dk)
 
-with queries and keys of length 1, decays g <= 0 and rates beta. Within a chunk of C tokens all is products (section 3.3
-there): with G the sums of g within the chunk and T = (1 + tril(beta k k^T exp(G_i - G_j)))^-1,
+with queries and keys of length 1, log decays g <= 0 and rates beta. Within a chunk of C tokens all is products (section
+3.3 there): with gamma = exp(G), Gamma_ij = gamma_i / gamma_j (i < j: 0), and T = (1 + tril(beta k k^T Gamma, -1))^-1,
 
-    u = T (beta v) - T (beta exp(G) k) S,     o = exp(G) q S + tril(q k^T exp(G_i - G_j)) u,
-    S <- exp(G_C) S + (exp(G_C - G) k)^T u
+    u_tilde = T (beta v),       w = T (beta gamma k),       u = u_tilde - w S,
+    o = gamma q S + (q k^T Gamma) u,                        S <- gamma_C S + (exp(G_C - G) k)^T u
 
-S is zero where a sequence begins, or what the sequence's parent has left: a prompt that several responses share.
+G_i sums g up to token i of the chunk; Gamma multiplies entries. T takes those strictly below the diagonal, o takes the
+diagonal too. S is zero where a sequence begins, or what its parent has left: a prompt that several responses share.
 
-Axes of tensors, as suffixes of names: t tokens, s sequences, n chunks, c tokens of a chunk, h value heads, k and v the
-sizes dk and dv. Queries and keys of the functions that others call have key heads, of which value heads share one.
+Axes of tensors, as suffixes: t tokens, s sequences, n chunks, c tokens of a chunk, h value heads, k and v the sizes dk
+and dv, w the convolution's width. The queries and keys that callers pass have key heads, each for several value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch.nn.functional import silu
 
 CHUNK = 64
 NO_PARENT = -1
-# (query, key (t, hk, dk), value (t, hv, dv), decay, rate (t, hv), sequences) -> (t, hv, dv)
+# (query, key (t, hk, dk), value (t, hv, dv), g, beta (t, hv), sequences) -> (t, hv, dv)
 DeltaRule = Callable[..., Tensor]
 
 
@@ -45,52 +46,50 @@ class Sequences(NamedTuple):
         return [[i for i, depth in enumerate(depths) if depth == level] for level in range(max(depths) + 1)]
 
 
-def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, sequences: Sequences
-) -> Tensor:
-    """(t, hk, dk) queries and keys of any length, (t, hv, dv) values, (t, hv) decays and rates -> (t, hv, dv).
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, sequences: Sequences) -> Tensor:
+    """(t, hk, dk) queries and keys of any length, (t, hv, dv) values, (t, hv) g and beta -> (t, hv, dv).
 
     hv is a multiple of hk: value heads in a row share a key head. Computed in float32 or wider.
     """
-    return delta_rule_with_states(query, key, value, decay, rate, sequences=sequences)[0]
+    return delta_rule_with_states(query, key, value, g, beta, sequences=sequences)[0]
 
 
 def delta_rule_with_states(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     sequences: Sequences,
     states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and what each sequence leaves: (sequences, hv, dk, dv). states: that they begin with."""
-    wide, num_chunks = torch.promote_types(value.dtype, torch.float32), [-(-n // CHUNK) for n in sequences.lengths]
+    dtype, num_chunks = torch.promote_types(value.dtype, torch.float32), [-(-n // CHUNK) for n in sequences.lengths]
     shared = value.shape[1] // key.shape[1]
-    q_thk, k_thk = (unit(x.to(wide)).repeat_interleave(shared, 1) for x in (query, key))
+    q_thk, k_thk = (unit(x.to(dtype)).repeat_interleave(shared, 1) for x in (query, key))
     place_t = _places(sequences.lengths, value.device)
-    tensors = (q_thk * q_thk.shape[-1] ** -0.5, k_thk, value, decay, rate)
-    q_nhck, k_nhck, v_nhcv, g_nhc, beta_nhc = (_in_chunks(x.to(wide), place_t, sum(num_chunks)) for x in tensors)
+    tensors = (q_thk * q_thk.shape[-1] ** -0.5, k_thk, value, g, beta)
+    q_nhck, k_nhck, v_nhcv, g_nhc, beta_nhc = (_in_chunks(x.to(dtype), place_t, sum(num_chunks)) for x in tensors)
     chunks = _within_chunks(q_nhck, k_nhck, v_nhcv, g_nhc.cumsum(-1), beta_nhc)
     firsts = [sum(num_chunks[:i]) for i in range(len(num_chunks))]
-    outputs: list[Tensor] = [v_nhcv] * sum(num_chunks)  # (h, c, v) of each chunk
+    o_hcv: dict[int, Tensor] = {}  # of each chunk
     zero_hkv = v_nhcv.new_zeros(value.shape[1], k_nhck.shape[-1], value.shape[-1])
-    left: dict[int, Tensor] = {}  # the state S, (h, k, v), of each sequence
+    state_hkv: dict[int, Tensor] = {}  # S of each sequence, behind its chunks so far
     for level in sequences.levels:
         for i in level:
             parent = sequences.parents[i]
-            left[i] = zero_hkv if parent == NO_PARENT else left[parent]
+            state_hkv[i] = zero_hkv if parent == NO_PARENT else state_hkv[parent]
             if states is not None:
-                left[i] = states[i].to(wide)
+                state_hkv[i] = states[i].to(dtype)
         for step in range(max(num_chunks[i] for i in level)):
             running = [i for i in level if step < num_chunks[i]]
-            numbers = torch.tensor([firsts[i] + step for i in running], device=value.device)
-            o_shcv, after_shkv = chunks.step(numbers, torch.stack([left[i] for i in running]))
-            for i, number, of_chunk, state in zip(running, numbers.tolist(), o_shcv, after_shkv, strict=True):
-                outputs[number], left[i] = of_chunk, state
-    o_thv = torch.stack(outputs).transpose(1, 2).flatten(0, 1)[place_t]
-    return o_thv.to(value.dtype), torch.stack([left[i] for i in range(len(num_chunks))])
+            chunk_s = torch.tensor([firsts[i] + step for i in running], device=value.device)
+            o_shcv, next_state_shkv = chunks.step(chunk_s, torch.stack([state_hkv[i] for i in running]))
+            for i, chunk, o, state in zip(running, chunk_s.tolist(), o_shcv, next_state_shkv, strict=True):
+                o_hcv[chunk], state_hkv[i] = o, state
+    o_thv = torch.stack([o_hcv[i] for i in range(len(o_hcv))]).transpose(1, 2).flatten(0, 1)[place_t]
+    return o_thv.to(value.dtype), torch.stack([state_hkv[i] for i in range(len(num_chunks))])
 
 
 def unit(x: Tensor) -> Tensor:
@@ -102,38 +101,38 @@ def unit(x: Tensor) -> Tensor:
 class _Chunks(NamedTuple):
     """What of the chunks does not depend on the state."""
 
-    u_nhcv: Tensor  # T (beta v)
-    w_nhck: Tensor  # T (beta exp(G) k)
-    q_nhck: Tensor  # exp(G) q
-    pairs_nhcc: Tensor  # tril(q k^T exp(G_i - G_j))
-    k_nhck: Tensor  # exp(G_C - G) k
-    decay_nh11: Tensor  # exp(G_C)
+    u_tilde_nhcv: Tensor  # T (beta v)
+    w_nhck: Tensor  # T (beta gamma k)
+    q_gamma_nhck: Tensor  # gamma q
+    qk_nhcc: Tensor  # q k^T Gamma
+    k_to_end_nhck: Tensor  # exp(G_C - G) k
+    gamma_end_nh11: Tensor  # gamma_C
 
-    def step(self, numbers: Tensor, s_shkv: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, chunk_s: Tensor, state_shkv: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of these chunks, (s, h, c, v), and the states behind them, from the states before them."""
-        u_shcv = self.u_nhcv[numbers] - self.w_nhck[numbers] @ s_shkv
-        o_shcv = self.q_nhck[numbers] @ s_shkv + self.pairs_nhcc[numbers] @ u_shcv
-        return o_shcv, s_shkv * self.decay_nh11[numbers] + self.k_nhck[numbers].mT @ u_shcv
+        u_shcv = self.u_tilde_nhcv[chunk_s] - self.w_nhck[chunk_s] @ state_shkv
+        o_shcv = self.q_gamma_nhck[chunk_s] @ state_shkv + self.qk_nhcc[chunk_s] @ u_shcv
+        return o_shcv, state_shkv * self.gamma_end_nh11[chunk_s] + self.k_to_end_nhck[chunk_s].mT @ u_shcv
 
 
-def _within_chunks(q_nhck: Tensor, k_nhck: Tensor, v_nhcv: Tensor, g_nhc: Tensor, beta_nhc: Tensor) -> _Chunks:
-    """g_nhc: G, summed up within the chunk."""
+def _within_chunks(q_nhck: Tensor, k_nhck: Tensor, v_nhcv: Tensor, g_sum_nhc: Tensor, beta_nhc: Tensor) -> _Chunks:
+    """g_sum_nhc: G, summed up within the chunk."""
     later_cc = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q_nhck.device).triu(1)
-    decay_nhcc = (g_nhc[..., :, None] - g_nhc[..., None, :]).masked_fill(later_cc, float("-inf")).exp()
+    gamma_nhcc = (g_sum_nhc[..., :, None] - g_sum_nhc[..., None, :]).masked_fill(later_cc, float("-inf")).exp()
     beta_k_nhck = k_nhck * beta_nhc[..., None]
-    system_nhcc = (beta_k_nhck @ k_nhck.mT) * decay_nhcc  # T is the inverse of 1 + this
-    u_nhcv, w_nhck = (
-        torch.linalg.solve_triangular(system_nhcc, x, upper=False, unitriangular=True)
-        for x in (v_nhcv * beta_nhc[..., None], beta_k_nhck * g_nhc.exp()[..., None])
+    kk_nhcc = (beta_k_nhck @ k_nhck.mT) * gamma_nhcc  # the solver reads what is strictly below the diagonal
+    u_tilde_nhcv, w_nhck = (
+        torch.linalg.solve_triangular(kk_nhcc, x, upper=False, unitriangular=True)
+        for x in (v_nhcv * beta_nhc[..., None], beta_k_nhck * g_sum_nhc.exp()[..., None])
     )
-    end_nh1 = g_nhc[..., -1:]
+    g_end_nh1 = g_sum_nhc[..., -1:]
     return _Chunks(
-        u_nhcv,
+        u_tilde_nhcv,
         w_nhck,
-        q_nhck=q_nhck * g_nhc.exp()[..., None],
-        pairs_nhcc=(q_nhck @ k_nhck.mT) * decay_nhcc,
-        k_nhck=k_nhck * (end_nh1 - g_nhc).exp()[..., None],
-        decay_nh11=end_nh1.exp()[..., None],
+        q_gamma_nhck=q_nhck * g_sum_nhc.exp()[..., None],
+        qk_nhcc=(q_nhck @ k_nhck.mT) * gamma_nhcc,
+        k_to_end_nhck=k_nhck * (g_end_nh1 - g_sum_nhc).exp()[..., None],
+        gamma_end_nh11=g_end_nh1.exp()[..., None],
     )
 
 
@@ -159,12 +158,12 @@ def _in_chunks(x: Tensor, place_t: Tensor, num_chunks: int) -> Tensor:
 class ConvolutionRows(NamedTuple):
     """Which rows a causal convolution of `width` reads for each token, and which tokens of its sequence read a row.
 
-    read, readers: (t, width), t where there is none; read[:, width - 1] is the token itself. Of responses that follow a
-    shared prompt: crossing, (3, n): token, place in the width, and the row of the prompt that the token reads.
+    source_tw, reader_tw: (t, width), t where there is none; source_tw[:, width - 1] is the token itself. crossing:
+    (3, n), of responses that follow a shared prompt: token, place in the width, and the prompt's row that it reads.
     """
 
-    read: Tensor
-    readers: Tensor
+    source_tw: Tensor
+    reader_tw: Tensor
     crossing: Tensor
 
 
@@ -184,19 +183,19 @@ def convolution_rows(sequences: Sequences, width: int, device: torch.device) -> 
     first = torch.tensor(starts).repeat_interleave(torch.tensor(sequences.lengths))
     last = torch.tensor(ends).repeat_interleave(torch.tensor(sequences.lengths))
     tokens = torch.arange(total)[:, None]
-    read, readers = tokens - back, tokens + back
-    read = torch.where(read < first[:, None], total, read)
-    readers = torch.where(readers >= last[:, None], total, readers)
+    source_tw, reader_tw = tokens - back, tokens + back
+    source_tw = torch.where(source_tw < first[:, None], total, source_tw)
+    reader_tw = torch.where(reader_tw >= last[:, None], total, reader_tw)
     crossing: list[tuple[int, int, int]] = []
     for number, parent in enumerate(sequences.parents):
         before = line(parent, width - 1) if parent != NO_PARENT else []
         for i in range(min(width - 1, sequences.lengths[number]) if before else 0):
             for place, row in enumerate(before[i:]):
                 if row < total:
-                    read[starts[number] + i, place] = row
+                    source_tw[starts[number] + i, place] = row
                     crossing.append((starts[number] + i, place, row))
     found = torch.tensor(crossing, dtype=torch.int64).view(-1, 3).T.contiguous()
-    return ConvolutionRows(read.to(device), readers.to(device), found.to(device))
+    return ConvolutionRows(source_tw.to(device), reader_tw.to(device), found.to(device))
 
 
 class CausalConvolution(torch.autograd.Function):
@@ -209,32 +208,32 @@ class CausalConvolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: ConvolutionRows) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows = rows
-        y: Tensor = silu(_convolved(_with_nothing(x), weight, rows.read))
+        y: Tensor = silu(_convolved(_padded(x), weight, rows.source_tw))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         rows: ConvolutionRows = ctx.rows
-        source = _with_nothing(x)
-        inner = torch.ops.aten.silu_backward(grad, _convolved(source, weight, rows.read))
-        columns = [(inner * source[rows.read[:, j]]).sum(0) for j in range(weight.shape[1])]
-        grad_x = _convolved(_with_nothing(inner), weight, rows.readers)
+        x_padded = _padded(x)
+        grad_conv = torch.ops.aten.silu_backward(grad, _convolved(x_padded, weight, rows.source_tw))
+        grad_w_taps = [(grad_conv * x_padded[rows.source_tw[:, j]]).sum(0) for j in range(weight.shape[1])]
+        grad_x = _convolved(_padded(grad_conv), weight, rows.reader_tw)
         token, place, row = rows.crossing
         if len(row):
-            grad_x.index_put_((row,), inner[token] * weight.T[place], accumulate=True)
-        return grad_x, torch.stack(columns, 1), None
+            grad_x.index_put_((row,), grad_conv[token] * weight.T[place], accumulate=True)
+        return grad_x, torch.stack(grad_w_taps, 1), None
 
 
-def _with_nothing(x: Tensor) -> Tensor:
+def _padded(x: Tensor) -> Tensor:
     """And a row of zeros behind."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
-def _convolved(source: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    found = source[rows[:, 0]] * weight[:, 0]
+def _convolved(x_padded: Tensor, weight: Tensor, row_tw: Tensor) -> Tensor:
+    found = x_padded[row_tw[:, 0]] * weight[:, 0]
     for j in range(1, weight.shape[1]):
-        found.addcmul_(source[rows[:, j]], weight[:, j])
+        found.addcmul_(x_padded[row_tw[:, j]], weight[:, j])
     return found
 
 

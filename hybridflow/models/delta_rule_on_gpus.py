@@ -11,7 +11,7 @@ INSTALL = "`pip install fla-core`; `bash launch/setup.sh --cuda` installs it"
 
 
 def delta_rule_by_fla(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, sequences: Sequences
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, sequences: Sequences
 ) -> Tensor:
     """As `delta_rule`. One call for sequences that begin, and one for those that continue others.
 
@@ -24,7 +24,7 @@ def delta_rule_by_fla(
             "a gated delta net trains in bfloat16 on GPUs by flash-linear-attention, which is missing "
             f"({error}): {INSTALL}"
         ) from error
-    tensors, levels = (query, key, value, decay, rate), sequences.levels
+    tensors, levels = (query, key, value, g, beta), sequences.levels
     parts, places, left, row_of = [], [], value.new_zeros(0), dict[int, int]()
     of_sequences = torch.arange(len(value), device=value.device).split(sequences.lengths)
     for level in levels:

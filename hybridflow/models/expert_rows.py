@@ -26,7 +26,7 @@ Move = Callable[[Tensor], Tensor]  # of rows
 class ExpertOrder:
     """Where the copies of tokens stand by expert. Copy c is choice c % k of token c // k.
 
-    ends: (experts,) int32, where each expert's rows end. copies: (r,) the copy that each row is; rows from ends[-1] on,
+    ends: (experts,) int32, where each expert's rows end. copies: (r,) each row's c; rows from ends[-1] on,
     if there are any, are of no expert and hold anything. positions: (t, k) int32, the row of each copy, -1 of a copy
     that has none; None where the kernels need none. shape: (t, k).
     """
@@ -52,8 +52,8 @@ class ExpertKernels(Protocol):
     def order(self, experts: Tensor, num_experts: int, num_rows: int | None) -> ExpertOrder:
         """experts: (t, k) numbers; a copy of another number than 0 to num_experts - 1 has no row.
 
-        num_rows: how many copies have one, where the caller knows; None: rows for all copies, if kernels count on the
-        device, else as many as there are.
+        num_rows: how many copies have a row, where the caller knows. With None, kernels make rows for all copies, or
+        read that number back.
         """
 
     def rows(self, tokens: Tensor, order: ExpertOrder) -> Tensor:
@@ -103,10 +103,10 @@ class KernelsByTorch:
     def order(self, experts: Tensor, num_experts: int, num_rows: int | None) -> ExpertOrder:
         """See `ExpertKernels`."""
         flat = experts.flatten()
-        wanted = flat.where((flat >= 0) & (flat < num_experts), num_experts)
-        chosen, copies = wanted.sort(stable=True)
-        numbers = torch.arange(num_experts, device=experts.device)
-        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
+        expert_of_copy = flat.where((flat >= 0) & (flat < num_experts), num_experts)
+        sorted_experts, copies = expert_of_copy.sort(stable=True)
+        expert_ids = torch.arange(num_experts, device=experts.device)
+        ends = torch.searchsorted(sorted_experts, expert_ids, right=True, out_int32=True)  # bincount would synchronize
         rows = int(ends[-1]) if num_rows is None else num_rows
         return ExpertOrder(ends, copies[:rows], None, (experts.shape[0], experts.shape[1]))
 
@@ -123,5 +123,5 @@ class KernelsByTorch:
 
     def activated(self, x: Tensor, shares: Tensor, order: ExpertOrder) -> Tensor:
         """See `ExpertKernels`."""
-        hidden: Tensor = self._swiglu.apply(x)
-        return (hidden * shares.flatten()[order.copies, None]).to(hidden.dtype)
+        activated_rf: Tensor = self._swiglu.apply(x)
+        return (activated_rf * shares.flatten()[order.copies, None]).to(activated_rf.dtype)

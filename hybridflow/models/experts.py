@@ -53,17 +53,17 @@ class Router(nn.Module):
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
-    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, engine_tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers.
 
-        experts: (t, k), the engine's, which are taken; the shares stay this router's own. See `models.routing`.
+        engine_tk: the engine's experts, which are taken; the shares stay this router's own. See `models.routing`.
 
         The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
         """
         p_te = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32)
         p_tk, chosen_tk = p_te.topk(self._chosen)
-        if experts is not None:
-            chosen_tk = self.replay(chosen_tk, experts)
+        if engine_tk is not None:
+            chosen_tk = self.replay(chosen_tk, engine_tk)
             p_tk = p_te.gather(1, chosen_tk)
         return p_tk / p_tk.sum(-1, keepdim=True) if self.normalize else p_tk, chosen_tk
 
@@ -71,8 +71,8 @@ class Router(nn.Module):
 class SigmoidRouter(Router):
     """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16).
 
-    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count, of the best groups alone
-    where there are groups. What they count is the score alone, divided by their sum if so configured, times `scaling`.
+    Scores s are the sigmoids of the logits, in float32. The k largest of s + bias count, of the best groups alone where
+    there are groups. Their shares g are s alone, divided by their sum if so configured, times `scaling`.
     The bias is no parameter of the loss and stays.
     """
 
@@ -85,15 +85,14 @@ class SigmoidRouter(Router):
         """After a cast."""
         self.float()
 
-    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        score_te = linear(tokens.float(), self.weight.float()).sigmoid()
-        chosen_tk = self.groups.masked(score_te + self.expert_bias).topk(self._chosen).indices
-        if experts is not None:
-            chosen_tk = self.replay(chosen_tk, experts)
-        share_tk = score_te.gather(1, chosen_tk)
-        if self.normalize:
-            share_tk = share_tk / (share_tk.sum(-1, keepdim=True) + 1e-20)
-        return share_tk * self.scaling, chosen_tk
+    def forward(self, tokens: Tensor, engine_tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        s_te = linear(tokens.float(), self.weight.float()).sigmoid()
+        chosen_tk = self.groups.masked(s_te + self.expert_bias).topk(self._chosen).indices
+        if engine_tk is not None:
+            chosen_tk = self.replay(chosen_tk, engine_tk)
+        s_tk = s_te.gather(1, chosen_tk)
+        g_tk = s_tk / (s_tk.sum(-1, keepdim=True) + 1e-20) if self.normalize else s_tk
+        return g_tk * self.scaling, chosen_tk
 
 
 class NarrowSigmoidRouter(SigmoidRouter):
@@ -159,17 +158,17 @@ class Experts(nn.Module):
     def forward(self, arrived: Arrived) -> Tensor:
         """(n, hidden) of the outputs of the tokens that have arrived: of each the sum over the experts held here.
 
-        Shares are multiplied into what the second matrix reads, which is narrower than the outputs: shares are then
-        kept by nobody, and are in the tokens' dtype.
+        Shares multiply what the second matrix reads, which is narrower than the outputs. The backward pass then needs
+        no outputs without shares.
         """
         kernels, order = self._kernels, self._kernels.order(arrived.experts, self.num_held, arrived.num_copies)
         gate_up = self.linear_fc1(rows_of(arrived.tokens, order, kernels), order.ends)
         read, activated = partial(self.linear_fc2, ends=order.ends), partial(kernels.activated, order=order)
         if self._drops_activation:
-            outputs = read_and_dropped(read, activated, gate_up, arrived.shares)
+            output_rows = read_and_dropped(read, activated, gate_up, arrived.shares)
         else:
-            outputs = read(activated(gate_up, arrived.shares))
-        return sums_of(outputs, order, kernels)
+            output_rows = read(activated(gate_up, arrived.shares))
+        return sums_of(output_rows, order, kernels)
 
 
 class MixtureOfExperts(MegatronModule):
@@ -213,8 +212,8 @@ class MixtureOfExperts(MegatronModule):
         return again(self._routed_as_now(), hidden) if self._again else self._computed(hidden), None
 
     def _routed_as_now(self) -> Callable[[Tensor], Tensor]:
-        """The mixture with the experts that it is to take now: when it is computed again, others of other tokens are
-        set. The first time alone counts differences and loads."""
+        """The function restores this micro-batch's replayed experts before each run. Its first run alone counts
+        differences and loads."""
         router = self.router
         now = self.replayed, self.differences, router.replay, router.count
         runs = iter((now, (self.replayed, None, replayed, None)))
@@ -231,8 +230,8 @@ class MixtureOfExperts(MegatronModule):
         if not self._has_shared:
             return sent.back(self.experts(sent.arrived())).view(hidden.shape)
         if self.dispatcher.sends:
-            beside = self._shared(hidden)  # while tokens travel
-            return sent.back(self.experts(sent.arrived())).view(hidden.shape) + beside
+            shared_output = self._shared(hidden)  # while tokens travel
+            return sent.back(self.experts(sent.arrived())).view(hidden.shape) + shared_output
         arrived, shared = sent.arrived(), partial(self.shared_experts, group=self.group)
         output = self.experts(arrived)
         output = output + (again(shared, arrived.tokens) if self._shared_again else shared(arrived.tokens))

@@ -1,15 +1,16 @@
 """Latent attention (MLA) in place of attention, as DeepSeek-V3 and GLM-4.7-Flash have it (arXiv 2405.04434, 2.1).
 
-For the hidden states x of a sequence, with turned parts t:
+For the hidden states x of a sequence:
 
-    c_q = norm(W_qa x);   c = norm(W_kva x);   k_t = rotary(W_kr x), of which all heads have the same
-    q = [W_q c_q; rotary(W_qr c_q)],  k = [W_k c; k_t],  v = W_v c   of each head
+    c_q = norm(W_qa x);   c_kv = norm(W_kva x);   k_unrotated = W_kr x;   k_rope = rotary(k_unrotated)
+    q = [W_q c_q; rotary(W_qr c_q)],  k = [W_k c_kv; k_rope],  v = W_v c_kv   of each head; all heads share k_rope
     y = W_o attention(q, k, v)
 
-In the code k_r is W_kr x, which turns to k_t. Axes, as suffixes: t tokens, h this rank's heads, d the size of q and k.
+Axes of tensors, as suffixes: t tokens, h this rank's heads, d the size of q and k (v may be padded to it), r the
+rotated dimensions, 1 one head for all. q_nope and k_nope never rotate; q_unrotated and k_unrotated become rope.
 
-Heads are cut over the tensor-parallel ranks. What makes the narrow vectors is whole on every rank and reads the rank's
-own tokens. megatron's layer does not sum the rotary key's gradient over the ranks (Megatron-LM#6839).
+Heads are cut over the tensor-parallel ranks. W_qa, W_kva and W_kr are whole on every rank and read the rank's own
+tokens. megatron's layer does not sum the rotary key's gradient over the ranks (Megatron-LM#6839).
 """
 
 from typing import Any
@@ -94,91 +95,91 @@ class LatentAttention(Mixer):
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences alone"
         packed = packed_seq_params
         if packed.context is None:
-            mixed = self._within_rank(hidden_states, packed)
+            o_flat = self._within_rank(hidden_states, packed)
         else:
-            mixed = self._over_ranks(hidden_states, packed, packed.context)
-        out: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.unsqueeze(1))
+            o_flat = self._over_ranks(hidden_states, packed, packed.context)
+        out: tuple[Tensor, Tensor | None] = self.linear_proj(o_flat.unsqueeze(1))
         return out
 
     def _within_rank(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
         """(tokens, heads x size of v) of this rank's heads."""
-        narrow_query, c, k_r = self._narrow(hidden)
-        query = self._query(narrow_query)
-        key_value = self.linear_kv_b(c)[0].squeeze(1)
-        k_r = self._of_all_heads(k_r)
+        q_input, c_kv, k_unrotated_t1r = self._down(hidden)
+        query = self._query(q_input)
+        kv_up = self.linear_kv_b(c_kv)[0].squeeze(1)
+        k_unrotated_t1r = self._of_all_heads(k_unrotated_t1r)
 
-        def core(query: Tensor, key_value: Tensor, k_r: Tensor) -> Tensor:
-            k_t = self._functions.rotate(k_r, not_none(packed.cos), not_none(packed.sin))
-            heads = self._turned(query, packed), *self._keys_and_values(key_value, k_t)
-            return self._values_alone(self._functions.attend(*heads, packed=packed, scale=self._scale))
+        def core(query: Tensor, kv_up: Tensor, k_unrotated_t1r: Tensor) -> Tensor:
+            k_rope_t1r = self._functions.rotate(k_unrotated_t1r, not_none(packed.cos), not_none(packed.sin))
+            qkv_thd = self._rotated(query, packed), *self._keys_and_values(kv_up, k_rope_t1r)
+            return self._values_alone(self._functions.attend(*qkv_thd, packed=packed, scale=self._scale))
 
-        return self.computed(core, query, key_value, k_r)
+        return self.computed(core, query, kv_up, k_unrotated_t1r)
 
     def _over_ranks(self, hidden: Tensor, packed: PackedSequences, spans: ContextSpans) -> Tensor:
-        """The same where other ranks have parts of the sequences: the narrow vectors travel, and here become heads.
+        """The same where ranks share the sequences: they gather c_kv and k_rope while they compute queries.
 
-        They do so while queries are made. The heads of all tokens are there for one layer at a time.
+        Each rank then computes keys and values of all tokens, which are there for one layer at a time.
         """
-        narrow_query, c, k_r = self._narrow(hidden)
-        sent = torch.cat([c, self._turned_part(k_r, packed)], dim=-1)
-        if torch.is_grad_enabled() and not sent.requires_grad:
-            sent = sent.detach().requires_grad_()  # of a frozen layer in front: what is made again needs one such input
-        begun = [begin_gather(sent, spans.context)]
-        query = self._query(narrow_query)
+        q_input, c_kv, k_unrotated_t1r = self._down(hidden)
+        latent_rope = torch.cat([c_kv, self._rotated_part(k_unrotated_t1r, packed)], dim=-1)  # of the own tokens
+        if torch.is_grad_enabled() and not latent_rope.requires_grad:
+            latent_rope = latent_rope.detach().requires_grad_()  # frozen in front: recomputation needs one such input
+        begun = [begin_gather(latent_rope, spans.context)]
+        query = self._query(q_input)
 
-        def heads_of_all(sent: Tensor) -> Tensor:
+        def kv_of_all(latent_rope: Tensor) -> Tensor:
             arrives = begun.pop() if begun else None  # again: none has begun
-            whole = of_all_ranks(sent, spans.context, arrives)
-            c, k_t = whole.split([self._sizes.key_rank, self._sizes.rotary_dim], dim=-1)
-            key_value = self._in_order(self.linear_kv_b(c)[0].squeeze(1), spans.context.size)
-            k_t = self._in_order(self._of_all_heads(k_t), spans.context.size)
-            return torch.cat(self._keys_and_values(key_value, k_t), dim=-1)
+            latent_rope_all = of_all_ranks(latent_rope, spans.context, arrives)
+            c_kv, k_rope_t1r = latent_rope_all.split([self._sizes.key_rank, self._sizes.rotary_dim], dim=-1)
+            kv_up = self._in_order(self.linear_kv_b(c_kv)[0].squeeze(1), spans.context.size)
+            k_rope_t1r = self._in_order(self._of_all_heads(k_rope_t1r), spans.context.size)
+            return torch.cat(self._keys_and_values(kv_up, k_rope_t1r), dim=-1)
 
-        def attend(query: Tensor, heads: Tensor) -> Tensor:
+        def attend(query: Tensor, kv_thd: Tensor) -> Tensor:
             calls = MergedCalls(packed.own, spans.reads, self._scale, self._functions.kernel)
-            k_thd, v_thd = heads.chunk(2, dim=-1)  # of all tokens
-            q_thd = self._turned(query, packed)
-            return self._values_alone(attention_to_whole(q_thd, k_thd, v_thd, calls, here=spans.here))
+            k_thd, v_padded_thd = kv_thd.chunk(2, dim=-1)  # of all tokens
+            q_thd = self._rotated(query, packed)
+            return self._values_alone(attention_to_whole(q_thd, k_thd, v_padded_thd, calls, here=spans.here))
 
         if attention_runs_again(self.config):
-            return self.computed(lambda query, sent: attend(query, heads_of_all(sent)), query, sent)
-        return read_and_dropped(lambda heads: attend(query, heads), heads_of_all, sent)
+            return self.computed(lambda query, latent_rope: attend(query, kv_of_all(latent_rope)), query, latent_rope)
+        return read_and_dropped(lambda kv_thd: attend(query, kv_thd), kv_of_all, latent_rope)
 
-    def _narrow(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this rank's own tokens: what queries are made of, what keys and values are, and what turns of the keys."""
+    def _down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q_input (W_qa x before the norm, or x itself), c_kv and k_unrotated of this rank's own tokens."""
         sizes = self._sizes
-        narrow: Any
+        kv_down: Any
         if sizes.query_rank is None:
-            narrow_query, narrow = hidden, self.linear_kv_a(hidden)
+            q_input, kv_down = hidden, self.linear_kv_a(hidden)
         else:
-            narrow_query, narrow = self.linear_qkv_a(hidden).split([sizes.query_rank, sizes.cached], dim=-1)
-        c, k_r = narrow.split([sizes.key_rank, sizes.rotary_dim], dim=-1)
-        return narrow_query, self.kv_a_layernorm(c), k_r
+            q_input, kv_down = self.linear_qkv_a(hidden).split([sizes.query_rank, sizes.cached], dim=-1)
+        c_kv_unnormed, k_unrotated_t1r = kv_down.split([sizes.key_rank, sizes.rotary_dim], dim=-1)
+        return q_input, self.kv_a_layernorm(c_kv_unnormed), k_unrotated_t1r
 
-    def _query(self, narrow: Tensor) -> Tensor:
+    def _query(self, q_input: Tensor) -> Tensor:
         """(t, heads x size of q) of all tokens and this rank's heads."""
         if self._sizes.query_rank is None:
-            query = self.linear_q(narrow)[0]
+            query = self.linear_q(q_input)[0]
         else:
-            query = self.linear_q_b(self.q_a_layernorm(narrow))[0]
+            query = self.linear_q_b(self.q_a_layernorm(q_input))[0]
         found: Tensor = query.squeeze(1)
         return found
 
-    def _of_all_heads(self, k_r: Tensor) -> Tensor:
+    def _of_all_heads(self, k_t1r: Tensor) -> Tensor:
         """Of all tokens. Heads of all ranks read this key: its gradient is the sum over the ranks."""
         found: Tensor
         if self.config.sequence_parallel:
-            found = gather_from_sequence_parallel_region(k_r, group=self._group)
+            found = gather_from_sequence_parallel_region(k_t1r, group=self._group)
         else:
-            found = copy_to_tensor_model_parallel_region(k_r, group=self._group)
+            found = copy_to_tensor_model_parallel_region(k_t1r, group=self._group)
         return found
 
-    def _turned_part(self, k_r: Tensor, packed: PackedSequences) -> Tensor:
+    def _rotated_part(self, k_unrotated_t1r: Tensor, packed: PackedSequences) -> Tensor:
         """Of this rank's own tokens, which with sequence parallelism are a part of the micro-batch's."""
         cos, sin = not_none(packed.cos), not_none(packed.sin)
         if self.config.sequence_parallel:
             cos, sin = (table.chunk(self._group.size())[self._group.rank()] for table in (cos, sin))
-        return self._functions.rotate(k_r, cos, sin)
+        return self._functions.rotate(k_unrotated_t1r, cos, sin)
 
     def _in_order(self, x: Tensor, ranks: int) -> Tensor:
         """Rank after rank of those that share tokens: tensor-parallel ranks have each gathered a part of theirs."""
@@ -187,18 +188,18 @@ class LatentAttention(Mixer):
         found: Tensor = x.unflatten(0, (self._group.size(), ranks, -1)).transpose(0, 1).flatten(0, 2)
         return found
 
-    def _turned(self, query: Tensor, packed: PackedSequences) -> Tensor:
+    def _rotated(self, query: Tensor, packed: PackedSequences) -> Tensor:
         """(t, heads x size of q) -> (t, heads, size of q)"""
         sizes = self._sizes
-        plain, turning = query.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.rotary_dim], dim=-1)
-        turned = self._functions.rotate(turning, not_none(packed.cos), not_none(packed.sin))
-        return torch.cat([plain, turned], dim=-1)
+        q_nope, q_unrotated = query.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.rotary_dim], dim=-1)
+        q_rope = self._functions.rotate(q_unrotated, not_none(packed.cos), not_none(packed.sin))
+        return torch.cat([q_nope, q_rope], dim=-1)
 
-    def _keys_and_values(self, key_value: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
-        """(t, heads x (plain k, v)), (t, 1, turned k) -> each (t, heads, size of q): kernels know one size of heads."""
+    def _keys_and_values(self, kv_up: Tensor, k_rope_t1r: Tensor) -> tuple[Tensor, Tensor]:
+        """(t, heads x (k_nope, v)), (t, 1, r) -> each (t, heads, size of q): kernels know one size of heads."""
         sizes = self._sizes
-        plain, value = key_value.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.value_dim], dim=-1)
-        k_thd = torch.cat([plain, k_t.expand(-1, self._heads, -1)], dim=-1)
+        k_nope, value = kv_up.unflatten(-1, (self._heads, -1)).split([sizes.plain_dim, sizes.value_dim], dim=-1)
+        k_thd = torch.cat([k_nope, k_rope_t1r.expand(-1, self._heads, -1)], dim=-1)
         if sizes.value_dim < sizes.head_dim:
             value = pad(value, (0, sizes.head_dim - sizes.value_dim))
         return k_thd, value

@@ -14,6 +14,8 @@ expert 0 says that there is none: of the last token of a sequence, whose success
 the trainer's own choice stands.
 
 The load of experts is counted where experts are chosen, whoever chose them: see `ExpertLoad`.
+
+Axes of tensors, as suffixes: t tokens, l layers, k the experts of a token, r the tokens that count.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from hybridflow.batch import offsets, to_device_async
 
-Replay = Callable[[Tensor, Tensor], Tensor]  # (t, k) own choice, (t, k) the engine's -> (t, k) int64 to be taken
+Replay = Callable[[Tensor, Tensor], Tensor]  # (trainer_tk, engine_tk) -> (t, k) int64, to be taken
 
 
 @dataclass(frozen=True)
@@ -63,39 +65,39 @@ def is_recorded(experts: Tensor) -> Tensor:
     return experts[..., 0] != experts[..., 1]
 
 
-def replayed(own: Tensor, experts: Tensor) -> Tensor:
-    """The engine's choice, and the own one where there is no record: (t, k) each, int64 out."""
-    engines = experts.long()  # of one layer; not every operation on a device knows uint16
-    return torch.where(is_recorded(engines)[:, None], engines, own)
+def replayed(trainer_tk: Tensor, engine_tk: Tensor) -> Tensor:
+    """The engine's choice, and the trainer's where there is no record: (t, k) each, int64 out."""
+    engine_tk = engine_tk.long()  # of one layer; not every operation on a device knows uint16
+    return torch.where(is_recorded(engine_tk)[:, None], engine_tk, trainer_tk)
 
 
 @dataclass(frozen=True)
 class RoutingMismatch:
     """Counts how often the trainer would have chosen another set of experts.
 
-    counts: (2,) int64, added to in place: pairs of a token and a layer that differ, and pairs. rows: the tokens that
-    count, (r,) int64. own: (r,) bool, which of these this rank has; None: all.
+    counts: (2,) int64, added to in place: pairs of a token and a layer that differ, and pairs. token_r: the tokens that
+    count, (r,) int64. held_r: (r,) bool, which of these this rank has; None: all.
     """
 
     counts: Tensor
-    rows: Tensor
-    own: Tensor | None = None
+    token_r: Tensor
+    held_r: Tensor | None = None
 
-    def replayed(self, own: Tensor, experts: Tensor) -> Tensor:
+    def replayed(self, trainer_tk: Tensor, engine_tk: Tensor) -> Tensor:
         """As the function of this name."""
-        engines = experts.long()
-        ours, theirs = own[self.rows].sort().values, engines[self.rows].sort().values
-        recorded = is_recorded(engines[self.rows])
-        if self.own is not None:
-            recorded = recorded & self.own
-        differ = (ours != theirs).any(1) & recorded
-        self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
-        return replayed(own, engines)
+        engine_tk = engine_tk.long()
+        trainer_rk, engine_rk = trainer_tk[self.token_r].sort().values, engine_tk[self.token_r].sort().values
+        recorded_r = is_recorded(engine_tk[self.token_r])
+        if self.held_r is not None:
+            recorded_r = recorded_r & self.held_r
+        differ_r = (trainer_rk != engine_rk).any(1) & recorded_r
+        self.counts.add_(torch.stack([differ_r.sum(), recorded_r.sum()]))
+        return replayed(trainer_tk, engine_tk)
 
     def within(self, start: int, num_tokens: int) -> "RoutingMismatch":
         """Of a rank that has these tokens alone. By a mask: the size of a part would be read from the device."""
-        rows = self.rows - start
-        return RoutingMismatch(self.counts, rows.clamp(0, num_tokens - 1), (rows >= 0) & (rows < num_tokens))
+        token_r = self.token_r - start
+        return RoutingMismatch(self.counts, token_r.clamp(0, num_tokens - 1), (token_r >= 0) & (token_r < num_tokens))
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,22 @@ class ExpertLoad:
     A prompt that is run once for several rows counts once for each of them, padding never, so that the counts depend
     neither on the layout nor on the micro-batches.
 
-    counts: (layers of the model, experts) int64, added to in place. rows: (t,) int64 of a micro-batch: for how many
+    counts: (layers of the model, experts) int64, added to in place. times_t: int64 of a micro-batch: for how many
     rows each token is run. layers: of the model chunk.
     """
 
     counts: Tensor
-    rows: Tensor
+    times_t: Tensor
     layers: Sequence[int]
 
-    def add(self, index: int, rank: int, experts: Tensor) -> None:
-        """experts: (t, k) that layer `index` of the chunk takes; of fewer tokens where tensor-parallel ranks share
-        them, of which `rank` has its part."""
-        rows = self.rows.narrow(0, rank * len(experts), len(experts)) if len(experts) < len(self.rows) else self.rows
-        of_copies = rows[:, None].expand_as(experts).reshape(-1)
-        self.counts[self.layers[index]].scatter_add_(0, experts.reshape(-1), of_copies)
+    def add(self, index: int, rank: int, chosen_tk: Tensor) -> None:
+        """chosen_tk: what layer `index` of the chunk takes; of fewer tokens where tensor-parallel ranks share them, of
+        which `rank` has its part."""
+        times_t = self.times_t
+        if len(chosen_tk) < len(times_t):
+            times_t = times_t.narrow(0, rank * len(chosen_tk), len(chosen_tk))
+        times_tk = times_t[:, None].expand_as(chosen_tk)
+        self.counts[self.layers[index]].scatter_add_(0, chosen_tk.reshape(-1), times_tk.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -197,24 +201,24 @@ class RowExperts:
 
 def routing_of(
     tokens: RoutedTokens | None,
-    rows: Tensor,
+    token_r: Tensor,
     layers: Sequence[int],
     counts: RoutingCounts | None,
     run_for: Callable[[], Tensor],
 ) -> Routing | None:
-    """What the mixtures of these layers need, on the device of `rows`; None where they neither replay nor count.
+    """What the mixtures of these layers need, on the device of `token_r`; None where they neither replay nor count.
 
-    rows: of `RoutingMismatch`. counts: None: nobody counts. run_for: the `rows` of `ExpertLoad`, on the CPU.
+    token_r: of `RoutingMismatch`. counts: None: nobody counts. run_for: `times_t` of `ExpertLoad`, on the CPU.
     """
     if tokens is None and (counts is None or counts.load is None):
         return None
-    own = None if tokens is None else to_device_async(tokens.of_layers(layers), rows.device)
+    engine_tlk = None if tokens is None else to_device_async(tokens.of_layers(layers), token_r.device)
     differences, load = None, None
-    if counts is not None and counts.differ is not None and own is not None:
-        differences = RoutingMismatch(counts.differ, rows)
+    if counts is not None and counts.differ is not None and engine_tlk is not None:
+        differences = RoutingMismatch(counts.differ, token_r)
     if counts is not None and counts.load is not None:
-        load = ExpertLoad(counts.load, to_device_async(run_for(), rows.device), layers)
-    return Routing(own, differences, load)
+        load = ExpertLoad(counts.load, to_device_async(run_for(), token_r.device), layers)
+    return Routing(engine_tlk, differences, load)
 
 
 def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -101,23 +101,23 @@ class MergedCalls:
         out, lse = self.kernel.forward(query, key, value, self.own, self.scale)
         keys, values = arrives()
         for at, read, spans in self.others:
-            some, some_lse = out[at], lse[at]
-            merge(some, some_lse, *self.kernel.forward(query[at], keys[read], values[read], spans, self.scale))
-            if isinstance(at, Tensor):  # else `some` is a view
-                out[at], lse[at] = some, some_lse
+            out_at, lse_at = out[at], lse[at]
+            merge(out_at, lse_at, *self.kernel.forward(query[at], keys[read], values[read], spans, self.scale))
+            if isinstance(at, Tensor):  # else they are views
+                out[at], lse[at] = out_at, lse_at
         return out, lse, keys, values
 
-    def gradients(self, of_queries: Sequence[Tensor], key: Tensor, value: Tensor, spans: AttentionSpans) -> Gradients:
-        """Of query, key and value by one of the calls. of_queries: gradient, query, out and lse."""
-        grad, query, out, lse = of_queries
+    def gradients(self, query_side: Sequence[Tensor], key: Tensor, value: Tensor, spans: AttentionSpans) -> Gradients:
+        """Of query, key and value by one of the calls. query_side: gradient, query, out and lse."""
+        grad, query, out, lse = query_side
         return self.kernel.backward(grad, query, key, value, out, lse, spans, self.scale)
 
-    def add_others(self, grads: Gradients, of_queries: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+    def add_others(self, grads: Gradients, query_side: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """To the gradients of queries, of other keys and of their values."""
         for at, read, spans in self.others:
-            parts = self.gradients([x[at] for x in of_queries], keys[read], values[read], spans)
-            for whole, where, part in zip(grads, (at, read, read), parts, strict=True):
-                whole[where] += part
+            grads_of_call = self.gradients([x[at] for x in query_side], keys[read], values[read], spans)
+            for total, where, grad in zip(grads, (at, read, read), grads_of_call, strict=True):
+                total[where] += grad
 
 
 def merged_attention(
@@ -149,16 +149,16 @@ class Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        of_queries = grad.contiguous(), query, out, lse
-        grads = dq, dk, dv = ctx.calls.gradients(of_queries, key, value, ctx.calls.own)
-        ctx.calls.add_others(grads, of_queries, key, value)
+        query_side = grad.contiguous(), query, out, lse
+        grads = dq, dk, dv = ctx.calls.gradients(query_side, key, value, ctx.calls.own)
+        ctx.calls.add_others(grads, query_side, key, value)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Attention to other keys, too, in place: (t, heads, head_dim) and (t, heads)."""
-    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # of the other keys in the sum of exponentials
-    out.copy_(torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share))
+    weight_of_other = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # exp(l_2) / (exp(l_1) + exp(l_2))
+    out.copy_(torch.lerp(out.to(lse.dtype), other.to(lse.dtype), weight_of_other))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 

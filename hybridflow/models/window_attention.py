@@ -5,7 +5,9 @@ far a query reaches into the prompt depends on where the query stands. So each r
 values, which are no more than the window.
 
 With context parallelism each own piece has copies of the keys and values before it that are in reach. Ranks send each
-other the ends of their pieces, which are no more than the window either.
+other the tails of their pieces, which are no more than the window either.
+
+Axes of tensors, as suffixes: t tokens, h heads of keys and values, d the sizes of a key and of a value together.
 """
 
 from dataclasses import dataclass, replace
@@ -58,9 +60,9 @@ def window_attention(
             query, key, value, own=packed.own, shared=packed.shared, scale=scale, window=window
         )
     if packed.context is not None:
-        keys, values, lengths = with_ends(key, value, packed, packed.context, window)
-        heads = zip(query.split(packed.lengths), keys.split(lengths), values.split(lengths), strict=True)
-        return torch.cat([attention_of_last(*tensors, scale=scale, window=window) for tensors in heads])
+        keys, values, lengths = with_tails(key, value, packed, packed.context, window)
+        qkv_of_pieces = zip(query.split(packed.lengths), keys.split(lengths), values.split(lengths), strict=True)
+        return torch.cat([attention_of_last(*tensors, scale=scale, window=window) for tensors in qkv_of_pieces])
     return attention_by_length(query, key, value, packed=packed, scale=scale, window=window)
 
 
@@ -70,7 +72,7 @@ def varlen_window_attention(
     """The same in one kernel, which sees queries as the last of their keys."""
     spans = packed.own
     if packed.context is not None:
-        key, value, lengths = with_ends(key, value, packed, packed.context, window)
+        key, value, lengths = with_tails(key, value, packed, packed.context, window)
         spans = replace(spans, keys=lengths, key_bounds=bounds(lengths, key.device))
     elif packed.shared is not None:
         key, value, lengths = with_copies(key, value, packed, window)
@@ -88,15 +90,15 @@ def with_copies(
     assert packed.shared is not None, "no prompt is shared"
     starts = accumulate(packed.lengths, initial=0)
     pieces = {start: number for number, start in enumerate(starts)}
-    before = [
+    prompt_numbers = [
         pieces[prompt.start] if prompt.stop > prompt.start else None
         for prompt in prompts_before(packed.own, packed.shared)
     ]
 
     def copied(x: Tensor) -> list[Tensor]:
-        stretches = x.float().split(packed.lengths)
-        reached = [x[:0] if prompt is None else _last(stretches[prompt], window - 1) for prompt in before]
-        return [torch.cat(pair) for pair in zip(reached, stretches, strict=True)]
+        x_of_sequences = x.float().split(packed.lengths)
+        prompt_tails = [x[:0] if i is None else _last(x_of_sequences[i], window - 1) for i in prompt_numbers]
+        return [torch.cat(pair) for pair in zip(prompt_tails, x_of_sequences, strict=True)]
 
     keys, values = copied(key), copied(value)
     lengths = tuple(len(piece) for piece in keys)
@@ -111,7 +113,7 @@ def _last(x: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class End:
+class Tail:
     """The last tokens of a piece."""
 
     rank: int
@@ -120,10 +122,10 @@ class End:
 
 
 class InReach(NamedTuple):
-    """Which ends of pieces ranks send, and which of them stand before each own piece."""
+    """Which tails of pieces ranks send, and which of them stand before each own piece."""
 
     sent: tuple[tuple[int, ...], ...]  # of each rank, of each of its pieces: how many tokens
-    before: tuple[tuple[End, ...], ...]
+    before: tuple[tuple[Tail, ...], ...]
 
 
 @lru_cache(maxsize=1 << 4)  # every layer of a micro-batch asks for the same
@@ -131,27 +133,27 @@ def in_reach(stretches: Sequences, size: int, rank: int, window: int) -> InReach
     """size: ranks that share the stretches' tokens. A piece reaches back into the prompt that its stretch continues."""
     pieces = [pieces_of(stretches.lengths, Context(size, each, None)) for each in range(size)]
     sent = tuple(tuple(min(piece.length, window - 1) for piece in of_rank) for of_rank in pieces)
-    of_stretch: dict[int, list[tuple[int, End]]] = {}  # where each piece begins, and its end
+    of_stretch: dict[int, list[tuple[int, Tail]]] = {}  # where each piece begins, and its tail
     for each, of_rank in enumerate(pieces):
         for number, piece in enumerate(of_rank):
-            end = End(each, number, sent[each][number])
-            of_stretch.setdefault(piece.stretch, []).append((piece.first, end))
+            tail = Tail(each, number, sent[each][number])
+            of_stretch.setdefault(piece.stretch, []).append((piece.first, tail))
 
-    def ends_before(stretch: int, first: int, count: int) -> tuple[End, ...]:
-        found: list[End] = []
-        for _, end in sorted((x for x in of_stretch.get(stretch, []) if x[0] < first), reverse=True):
+    def tails_before(stretch: int, first: int, count: int) -> tuple[Tail, ...]:
+        found: list[Tail] = []
+        for _, tail in sorted((x for x in of_stretch.get(stretch, []) if x[0] < first), reverse=True):
             if count:
-                found.insert(0, replace(end, count=min(end.count, count)))
+                found.insert(0, replace(tail, count=min(tail.count, count)))
                 count -= found[0].count
         parent = stretches.parents[stretch]
         if count and parent != NO_PARENT:
-            return (*ends_before(parent, stretches.lengths[parent], count), *found)
+            return (*tails_before(parent, stretches.lengths[parent], count), *found)
         return tuple(found)
 
-    return InReach(sent, tuple(ends_before(piece.stretch, piece.first, window - 1) for piece in pieces[rank]))
+    return InReach(sent, tuple(tails_before(piece.stretch, piece.first, window - 1) for piece in pieces[rank]))
 
 
-def with_ends(
+def with_tails(
     key: Tensor, value: Tensor, packed: PackedSequences, spans: ContextSpans, window: int
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Keys and values of every own piece, behind those before it that are in reach; and how many they are.
@@ -160,17 +162,17 @@ def with_ends(
     Collective over the ranks that share tokens.
     """
     reach = in_reach(spans.stretches, spans.context.size, spans.context.rank, window)
-    both = torch.cat([key, value], dim=-1)
-    own = both.split(packed.lengths)  # padding is the last, if there is any
-    ends = torch.cat([both[:0], *(_last(x, window - 1) for x in own[: len(reach.before)])])  # of no piece, maybe
+    kv_thd = torch.cat([key, value], dim=-1)
+    kv_of_pieces = kv_thd.split(packed.lengths)  # the last may be padding, and the only one
+    own_tails = torch.cat([kv_thd[:0], *(_last(x, window - 1) for x in kv_of_pieces[: len(reach.before)])])
     longest = max(1, *map(sum, reach.sent))
-    padded = torch.cat([ends, ends.new_zeros(longest - len(ends), *ends.shape[1:])])
-    of_ranks = of_all_ranks(padded, spans.context).split(longest)
-    parts = [x.split([*sizes, longest - sum(sizes)]) for x, sizes in zip(of_ranks, reach.sent, strict=True)]
-    read = dict.fromkeys((end.rank, end.number) for of_piece in reach.before for end in of_piece)
-    wide = {(rank, number): parts[rank][number].float() for rank, number in read}
-    before = [[_last(wide[end.rank, end.number], end.count) for end in of_piece] for of_piece in reach.before]
-    before += [[]] * (len(own) - len(before))
-    found = [torch.cat([*ends, piece.float()]) for ends, piece in zip(before, own, strict=True)]
-    keys, values = torch.cat(found).to(key.dtype).split([key.shape[-1], value.shape[-1]], dim=-1)
-    return keys.contiguous(), values.contiguous(), tuple(map(len, found))
+    padded = torch.cat([own_tails, own_tails.new_zeros(longest - len(own_tails), *own_tails.shape[1:])])
+    tails_of_ranks = of_all_ranks(padded, spans.context).split(longest)
+    tails = [x.split([*sizes, longest - sum(sizes)]) for x, sizes in zip(tails_of_ranks, reach.sent, strict=True)]
+    read = dict.fromkeys((tail.rank, tail.number) for of_piece in reach.before for tail in of_piece)
+    tail_float32 = {(rank, number): tails[rank][number].float() for rank, number in read}
+    tails_before = [[_last(tail_float32[tail.rank, tail.number], tail.count) for tail in each] for each in reach.before]
+    tails_before += [[]] * (len(kv_of_pieces) - len(tails_before))
+    kv_in_reach = [torch.cat([*before, kv.float()]) for before, kv in zip(tails_before, kv_of_pieces, strict=True)]
+    keys, values = torch.cat(kv_in_reach).to(key.dtype).split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys.contiguous(), values.contiguous(), tuple(map(len, kv_in_reach))
