@@ -1,4 +1,4 @@
-"""A token mixer, or an MLP, that leaves an answer out: no command starts, and mypy refuses it."""
+"""A token mixer, or an MLP, that leaves an answer out: no plan and no run starts, and mypy refuses it."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_who_leaves_an_answer_out_cannot_be_made(base: type) -> None:
             type("Less", (base,), less)()
 
 
-def test_with_a_name_that_no_mixer_has_no_command_starts() -> None:
+def test_with_a_name_that_no_mixer_has_no_plan_and_no_run_starts() -> None:
     names = "kinds.MixerName = kinds.Literal[(*kinds.MixerName.__args__, 'silence')]"
     code = f"from hybridflow.architecture import layer_kinds as kinds; {names}; import hybridflow.placement.placed"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)

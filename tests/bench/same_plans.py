@@ -6,7 +6,8 @@
 A case is a config of configs/ or configs/recipes/, or a shape of configs/shapes/ in one of LAYOUTS. Each is planned
 with the predicted seconds, as JSON: grids, memory, caches, messages, checkpoints. Of each shape the command also writes
 what config.json of an export would say otherwise. Texts must be equal, byte for byte; so must errors. No number is
-kept.
+kept. Each checkout makes its own models of the quickstarts in data/ if they are missing. Other configs whose models are
+missing compare their errors alone.
 Exit status 1: a case differs. --keep: where the texts of both checkouts stay.
 """
 
@@ -51,11 +52,15 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have it")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the texts stay")
     options = parser.parse_args()
+    from tests.bench.same_runs import MODELS, SECONDS, call  # of this checkout: what is below runs in both
+
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, checkout in (("before", options.before.resolve()), ("now", HERE)):
             directory = (options.keep or Path(scratch)) / name
             directory.mkdir(parents=True, exist_ok=True)
+            for model, arguments in MODELS.items():
+                call(["-m", "tools.make_tiny", f"data/{model}", *arguments, "--if-missing"], checkout, SECONDS)
             environment = os.environ | {"PYTHONPATH": str(checkout), "COLUMNS": "120"}
             command = [sys.executable, "-P", str(Path(__file__).resolve()), "--write", str(directory), options.only]
             subprocess.run(command, cwd=checkout, env=environment, check=True)
