@@ -49,7 +49,7 @@ def pieces(weight: Weight, spec: ModelSpec, place: Place, *, run: Interval) -> I
         for first, last in _of_one_expert(shard.rows, matrix, first_expert):
             size = (last - first) * width
             inner = common((0, size), (start, stop))
-            for position, row, num_rows, column, num_columns in _boxes(*inner, width):
+            for position, row, num_rows, column, num_columns in _share_boxes(*inner, width):
                 shape: Shape = (num_rows,)
                 strides: Shape = (width,)
                 offset: Shape = (first + row,)
@@ -72,7 +72,7 @@ def _experts(run: Interval, size: int) -> Iterator[tuple[int, int, int, int]]:
         start = (expert + max(whole, 1) - 1) * size + stop
 
 
-def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _share_boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
     """(first element, row, rows, column, columns) of elements start .. stop of rows of `width`."""
     while start < stop:
         row, column = divmod(start, width)
