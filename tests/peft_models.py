@@ -17,7 +17,7 @@ from hybridflow.architecture.spec import Head, config_changes, read_spec
 from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight_files import write_distributed
 from hybridflow.architecture.weights import model_weights
-from hybridflow.convert.chunks import make_chunks
+from hybridflow.convert.to_megatron import make_chunks
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.formats.safetensors_files import TensorInfo
 

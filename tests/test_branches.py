@@ -10,9 +10,8 @@ from hybridflow.batch import RolloutBatch, Tokens, joined
 from hybridflow.config.algorithms import PPO
 from hybridflow.flows.earned import earned_by_tokens
 from hybridflow.flows.ppo import estimates
-from hybridflow.recording.marked_turns import ANOTHER, marked
-from hybridflow.recording.samples import _turns
-from hybridflow.recording.turns import turn_metrics
+from hybridflow.recording.iteration import turn_metrics
+from hybridflow.recording.samples import ANOTHER, _turns, marked
 from hybridflow.rollout.generation import responses_to
 from hybridflow.rollout.row import BEGINS, CUT, ENDED, RolloutRow
 from tests.rollout.test_generation import prompts

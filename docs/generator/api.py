@@ -31,7 +31,7 @@ class Public:
     members: tuple[str, ...] | None = None
 
 
-RUN = Public("flows/run.py", bases=(("flows/iteration_data.py", "IterationData"),))
+RUN = Public("flows/run.py", bases=(("flows/bookkeeping.py", "IterationData"),))
 NAMES = {
     "hybridflow.RLTrainer": Public(
         "trainers/tutorial_names.py",

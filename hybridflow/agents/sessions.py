@@ -19,8 +19,7 @@ from hybridflow.agents.branches import NO_ROOM, NewTokens, SequenceRequest, Sess
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.chat_server import ChatRequest, ChatServer, Gone, Refusal
 from hybridflow.agents.completions import Completion, TokenCompletion
-from hybridflow.agents.reading import TurnReading
-from hybridflow.agents.transcript import in_openai_form, new_tokens, tokens_behind, turn_message
+from hybridflow.agents.transcript import TurnReading, in_openai_form, new_tokens, tokens_behind, turn_message
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import TOOLS
 from hybridflow.data.messages import Message, check_token_ids
@@ -31,9 +30,8 @@ from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeL
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import Branch, ReplicaRows, TurnEvent, TurnRow
+from hybridflow.rollout.rows import Branch, ReplicaRows, TurnCounts, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turn_counts import TurnCounts
 from hybridflow.rollout.turns import Episode
 
 LEFT = "a client that left"  # among what the user knows

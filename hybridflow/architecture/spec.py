@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.architecture.adapter import check_no_adapter
-from hybridflow.architecture.attention_fields import FULL, SLIDING
-from hybridflow.architecture.config_fields import TIED, ConfigFields
-from hybridflow.architecture.families import BY_NAME, FAMILIES
+from hybridflow.architecture.config_fields import FULL, SLIDING, TIED, ConfigFields
+from hybridflow.architecture.families import BY_NAME, FAMILIES, REFUSED
 from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
 from hybridflow.architecture.layer_kinds import (
@@ -29,7 +28,6 @@ from hybridflow.architecture.layer_kinds import (
     RouterSizes,
 )
 from hybridflow.architecture.lora import Lora
-from hybridflow.architecture.refused import REFUSED
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.gguf_files import gguf_hint

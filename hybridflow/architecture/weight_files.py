@@ -1,27 +1,37 @@
-"""torch_dist checkpoints of a model: weights by their HuggingFace names, and how such a checkpoint is written.
+"""torch_dist checkpoints of a model, and safetensors of mixtures: weights by their HuggingFace names.
 
-A directory holds `.metadata` (`formats.distributed_metadata`), files of records (`formats.tensor_record`), megatron's
-`metadata.json` and `common.pt`. megatron-core's own dist_checkpointing loads what is written here, at any layout.
+A torch_dist directory holds `.metadata`, files of records, megatron's `metadata.json` and `common.pt`
+(`formats.distributed_metadata`, `formats.distributed_directory`). megatron-core's own dist_checkpointing loads what is
+written here, at any layout.
+
+transformers 5 keeps the matrices of all experts of a layer in one tensor, and tools that save parameters write it:
+
+    model.layers.3.mlp.experts.gate_up_proj   (experts, 2 x size, hidden): of each expert the gate's rows, then up's
+    model.layers.3.mlp.experts.down_proj      (experts, hidden, size)
+
+Such a file is read as if it had one tensor an expert.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridflow.architecture.fused_experts import open_safetensors
 from hybridflow.architecture.parts import Block, blocks, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.tables import FUSED_NAMES
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weights import model_weights, stored_at
+from hybridflow.architecture.weights import layer_weights, model_weights, stored_at
+from hybridflow.architecture.wrapper import MISNAMED_HEAD, WRAPPED
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.block_fp8 import BlockFp8Directory
 from hybridflow.formats.directories import sync
 from hybridflow.formats.distributed_directory import BACKEND, DESCRIPTION, DistributedDirectory, is_distributed
 from hybridflow.formats.distributed_metadata import METADATA
@@ -209,3 +219,41 @@ def extra_states(chunk: Chunk) -> Iterator[str]:
     ranges = [range(o, o + n) for o, n in zip(chunk.offset[:leading], chunk.shape[:leading], strict=True)]
     for place in product(*ranges):
         yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{total}"
+
+
+GATE_UP, DOWN, ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
+FUSED = {"mlp.experts.linear_fc1.weight": GATE_UP, "mlp.experts.linear_fc2.weight": DOWN, "mlp.router.weight": ROUTER}
+
+
+def open_safetensors(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory:
+    """The tensors by the names of the family's published checkpoints, also where experts lie in one tensor.
+
+    Errors: CheckpointError, also for a tensor of experts whose shape is not the one that config.json asks for.
+    """
+    directory = BlockFp8Directory(path) if spec.block_fp8 else SafetensorsDirectory(path)
+    if MISNAMED_HEAD in directory:
+        raise CheckpointError(
+            f"{directory.file_of(MISNAMED_HEAD)}: {MISNAMED_HEAD} is no name by which transformers reads an output "
+            f"layer; lm_head.weight is"
+        )
+    for beginning, other in WRAPPED.items():
+        directory.rename(beginning, other)
+    for layer in range(spec.num_layers if spec.num_experts else 0):
+        there = f"model.layers.{layer}.mlp."
+        kind = spec.layer_kind(layer)
+        if kind.mlp != "experts" or f"{there}{GATE_UP}" not in directory:
+            continue
+        for weight in layer_weights(spec, kind):
+            fused = FUSED.get(weight.megatron.removeprefix("decoder.layers.{layer}."))
+            if fused is not None and there + fused in directory:
+                _cut(directory, there + fused, weight.for_layer(layer), spec)
+    return directory
+
+
+def _cut(directory: SafetensorsDirectory, name: str, weight: Weight, spec: ModelSpec) -> None:
+    """Give the parts of a weight, which lie one behind the other in a tensor, the tensor's place."""
+    shapes = weight.shapes(spec)
+    whole = shapes[0]
+    if weight.experts:
+        whole = (weight.experts, sum(map(prod, shapes)) // weight.experts // shapes[0][1], shapes[0][1])
+    directory.cut(name, whole, dict(zip(weight.hf, shapes, strict=True)))

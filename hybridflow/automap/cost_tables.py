@@ -236,7 +236,7 @@ class CostTables:
         return replace(zeros(cells.count), held=whole - most, resting=whole - own.get("actor", 0))
 
     def _while_waiting(self, level: CostTable, chosen: Chosen) -> CostTable:
-        """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
+        """With the seconds of options that score before the rollout is whole, see `placement.overlapped_scoring`."""
         if not self._options.may_wait(level.name):
             return level
         of_role = [each for each in level.options if isinstance(each, RoleOption)]

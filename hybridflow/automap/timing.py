@@ -22,10 +22,9 @@ from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, sche
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.kinds import AnyConfig
-from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
-from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
+from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, asks_for_log_probs, models_that_wait, rows_told
 from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
@@ -181,8 +180,8 @@ def _of_grid(phase: str, model: PlacedModel, ranks: tuple[int, ...], cost: Cost)
 def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
     """Of one replica, with a share of an iteration's rows.
 
-    in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
-    micro-batches of its own, also of those that are scored later.
+    in_units: the model may score before the rollout is whole (`placement.overlapped_scoring`). Units of rows then have
+    micro-batches of their own, also of those that are scored later.
     """
     rows = scored_rows(model.name, config, work).split(model.layout.dp)
     units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1

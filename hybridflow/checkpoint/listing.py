@@ -25,7 +25,7 @@ from hybridflow.checkpoint.store import (
     steps,
 )
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.file_sum import Read
+from hybridflow.formats.directories import Read
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,15 @@ from torch._C._distributed_c10d import Store
 from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes, not_compared
 from hybridflow.checkpoint.kept_rollout import Read, read_rollout, write_rollout
-from hybridflow.checkpoint.notes import kept_best, lacks_best, there_are, when_saved
-from hybridflow.checkpoint.resume import check_progress, find_source, restore
+from hybridflow.checkpoint.resume import (
+    check_progress,
+    find_source,
+    kept_best,
+    lacks_best,
+    restore,
+    there_are,
+    when_saved,
+)
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun

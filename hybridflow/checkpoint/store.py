@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.directories import replace_directory, sync
-from hybridflow.formats.file_sum import FileSum, Read, file_sum
+from hybridflow.formats.directories import FileSum, Read, file_sum, replace_directory, sync
 from hybridflow.formats.json_text import parse_json
 
 CHECKPOINTS, LATEST, MANIFEST, STATE, CONFIG = "checkpoints", "latest", "manifest.json", "state.json", "config.yaml"

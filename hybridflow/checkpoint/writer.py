@@ -42,9 +42,9 @@ from hybridflow.checkpoint.store import (
 from hybridflow.config import CheckpointConfig
 from hybridflow.data.tokenizers import keep_tokenizer_class
 from hybridflow.errors import CheckpointError, SaveError
+from hybridflow.formats.directories import FileSum
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_records
 from hybridflow.formats.file_bytes import memory_of
-from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.formats.weights_digest import base_digest
 from hybridflow.models.layer_specs import DTYPES

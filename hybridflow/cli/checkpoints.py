@@ -32,7 +32,7 @@ from hybridflow.checkpoint.listing import (
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
 from hybridflow.cli.command import argument_parser, as_typed, print_error
 from hybridflow.errors import UserError
-from hybridflow.formats.file_sum import Read
+from hybridflow.formats.directories import Read
 
 METRICS = ("reward/score_mean", "eval/accuracy", "kl/reference_mean")  # those that a run has
 CONVERTED = ("actor", "reward_model")  # directories of models; a checkpoint has one of the two

@@ -22,19 +22,21 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from hybridflow import __version__
+from hybridflow.automap.timing import Work
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.cli.command import argument_parser, positive, print_error
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
-from hybridflow.config import RunConfig, read_tree
+from hybridflow.config import ExperimentConfig, RunConfig, read_tree
 from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.hub import fetch_models
 from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.config.staleness import partial_notes
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from hybridflow.automap.device import DeviceProfile
     from hybridflow.placement.forecast import Report
     from hybridflow.placement.placed import PlacedModels
+
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
@@ -131,7 +134,6 @@ def _search(options: argparse.Namespace) -> None:
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
     from hybridflow.automap.timing import work_of
-    from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
 
@@ -248,7 +250,6 @@ def _plan(options: argparse.Namespace) -> int:
         print(options.world_size or smallest_world_size(config))
         return 0
     # torch loads for a second: a bad config fails before
-    from hybridflow.cli.plan_lengths import with_lengths
     from hybridflow.cli.plan_verdict import known_facts, on_devices_of, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
@@ -300,9 +301,32 @@ def _plan(options: argparse.Namespace) -> int:
 def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
-    from hybridflow.cli.plan_lengths import work_with
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
     profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
     work = work_with(work_of(placed.config, profile), options.prompt_tokens, options.response_tokens)
     return time_report(placed, profile, work)
+
+
+Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig, ExperimentConfig | FixedDataConfig)
+
+
+def with_lengths(config: Kind, response_tokens: int | None) -> Kind:
+    """The config with this mean response length, which sizes the KV cache. Errors: ConfigError above the longest."""
+    if response_tokens is None or isinstance(config, FixedDataConfig):
+        return config
+    _check(response_tokens, config.sampling.max_response_length)
+    sampling = config.sampling.model_copy(update={"expected_response_length": response_tokens})
+    return config.model_copy(update={"sampling": sampling})
+
+
+def work_with(work: Work, prompt_tokens: int | None, response_tokens: int | None) -> Work:
+    """Errors: ConfigError for a mean above the longest response."""
+    mean = response_tokens or work.mean
+    _check(mean, work.longest)
+    return replace(work, prompt=prompt_tokens or work.prompt, mean=mean)
+
+
+def _check(mean: float, longest: float) -> None:
+    if mean > longest:
+        raise ConfigError(f"--response-tokens {mean:g}: responses have {longest:g} tokens at most")

@@ -169,7 +169,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         torchrun.check_rank(options.nproc)
         return None
     torchrun.set_environment(config.env_vars)
-    from hybridflow.cli.number_of_ranks import number_of_ranks
+    from hybridflow.cli.refusals import number_of_ranks
     from hybridflow.parallel.agent import run_ranks
 
     num_ranks = number_of_ranks(tree, config, options.config, options.nproc)
@@ -304,8 +304,7 @@ def _evaluate_here(config: AnyConfig, options: argparse.Namespace) -> None:
     from hybridflow.parallel.rank_log import log_error, open_rank_log
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
-    from hybridflow.trainers.evaluation import Evaluator
-    from hybridflow.trainers.evaluation_results import pass_lines, results_table, write_results
+    from hybridflow.trainers.evaluation import Evaluator, pass_lines, results_table, write_results
 
     assert isinstance(config, ExperimentConfig), "`hybridflow eval` writes no other config"
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds, signals=()))

@@ -32,11 +32,10 @@ from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config.hub import fetched
-from hybridflow.convert.compare import CheckpointFiles
+from hybridflow.convert.compare import CheckpointFiles, read_cast, rounded
 from hybridflow.convert.output import check_target, new_directory
 from hybridflow.convert.processes import ALONE, Processes
 from hybridflow.convert.progress import say, size_text
-from hybridflow.convert.rounding import read_cast, rounded
 from hybridflow.convert.survey import Survey, open_survey
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.distributed_directory import is_distributed

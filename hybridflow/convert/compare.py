@@ -1,11 +1,13 @@
-"""Two tensors of checkpoints, compared bit by bit in pieces of bounded size."""
+"""Two tensors of checkpoints, compared bit by bit in pieces of bounded size; and tensors rounded to another dtype."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridflow.architecture.weight_files import MegatronDirectory
+from hybridflow.errors import CheckpointError
 from hybridflow.formats.safetensors_files import ALL, SafetensorsDirectory, TensorInfo
 
 CheckpointFiles = SafetensorsDirectory | MegatronDirectory
@@ -60,3 +62,30 @@ def _element(a: Tensor, b: Tensor, index: list[int], first_row: int) -> str:
 def _hexadecimal(element: Tensor) -> str:
     width = 8 * element.itemsize
     return f"{int(_bits(element)) % (1 << width):#0{width // 4 + 2}x}"
+
+
+def read_cast(files: CheckpointFiles, name: str, *, infos: Mapping[str, TensorInfo]) -> Tensor:
+    """A tensor, in the dtype that `infos` says. Errors: CheckpointError where a number is too large for it."""
+    shape, dtype = infos[name]
+    if dtype == files.tensors[name].dtype:
+        return files.read(name, shape)
+    cast = torch.empty(shape, dtype=dtype)
+    for rows in row_pieces(files.tensors[name]):  # the whole tensor is held once, in the new dtype
+        cast[rows] = rounded(files.read(name, shape, rows), dtype, files.file_of(name), name)
+    return cast
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
+    """Errors: CheckpointError, naming file and tensor, where a number is too large for the dtype."""
+    found = tensor.to(dtype)
+    if num_infinite(found) != num_infinite(tensor):
+        largest = float(tensor[tensor.isfinite()].abs().max())
+        raise CheckpointError(
+            f"{file}: {name} holds {largest:g}, too large for {dtype}, whose largest number is "
+            f"{torch.finfo(dtype).max:g}"
+        )
+    return found
+
+
+def num_infinite(tensor: Tensor) -> int:
+    return int(torch.isinf(tensor).sum())

@@ -19,10 +19,10 @@ from hybridflow.architecture.adapter import is_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.adapted import open_adapted
+from hybridflow.convert.compare import read_cast
 from hybridflow.convert.output import check_target, new_directory, write_companions
 from hybridflow.convert.processes import ALONE, Processes
 from hybridflow.convert.progress import ByteProgress, say
-from hybridflow.convert.rounding import read_cast
 from hybridflow.convert.survey import kind_of, open_survey
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import is_distributed

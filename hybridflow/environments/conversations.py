@@ -20,9 +20,8 @@ from hybridflow.environments.time_limits import LOOK_SECONDS, MOST_STARTS, TimeL
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import Branch, Message, ReplicaRows, Transcript, TurnEvent, TurnRow
+from hybridflow.rollout.rows import Branch, Message, ReplicaRows, Transcript, TurnCounts, TurnEvent, TurnRow
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turn_counts import TurnCounts
 from hybridflow.rollout.turns import Episode
 
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"

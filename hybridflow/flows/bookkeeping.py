@@ -17,30 +17,63 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import prompt_and_completion
-from hybridflow.data.examples import ExampleDataset
+from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
-from hybridflow.flows.finite import check_finite
+from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.generation import GenerationCosts, Source
 from hybridflow.flows.hooks import RunHooks
-from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.models import Roles
-from hybridflow.flows.step_metrics import routing_metrics, step_metrics
+from hybridflow.flows.step_metrics import check_finite, routing_metrics, step_metrics
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.costs import cost_metrics, training_costs
 from hybridflow.recording.engine_report import staleness_metrics
-from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, length_metrics
+from hybridflow.recording.iteration import (
+    Iteration,
+    Metrics,
+    batch_metrics,
+    count_metrics,
+    length_metrics,
+    turn_metrics,
+)
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.recording.turns import count_metrics, turn_metrics
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
 from hybridflow.roles.objectives import KLTerm
 from hybridflow.rollout.routing_records import IDS
-from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.rows import TurnCounts
+
+
+class IterationData:
+    """Prompts and responses, or rows of files; the state of the run; the metrics of the iteration so far.
+
+    prompt_rows: the prompts' numbers in the data set. score_parts: parts of the score by name, (N,), of `rollout`.
+    """
+
+    prompts: PromptBatch
+    prompt_rows: tuple[int, ...]
+    rollout: RolloutBatch
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.forget()
+
+    def forget(self) -> None:
+        """Another iteration begins."""
+        self.examples: Sequence[Example] = ()
+        self.metrics: Metrics = {}
+        self.score_parts: Mapping[str, Tensor] = {}
+        self.deferred: DeferredLogProbs | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Counted from 1."""
+        return self.state.iteration
+
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from hybridflow.batch import RolloutBatch
 from hybridflow.config.algorithms import Custom
 from hybridflow.errors import FlowError, Stopped, UserError
-from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.run import Run
+from hybridflow.flows.step_metrics import NonFinite
 from hybridflow.user_code import load_function
 
 

@@ -22,7 +22,7 @@ from hybridflow.data.usable import Dropped
 from hybridflow.flows.evaluate import HeldoutSet
 from hybridflow.recording.iteration import Metrics
 from hybridflow.reshard.execute import ReshardCost
-from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.rows import TurnCounts
 
 
 @dataclass(frozen=True)

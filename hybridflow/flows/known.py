@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
-from hybridflow.flows.finite import check_finite
+from hybridflow.flows.step_metrics import check_finite
 from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.scorer import Scores

@@ -47,7 +47,7 @@ from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.generation import RolloutRequest
 from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
-from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.rows import TurnCounts
 
 NEXT = "next_rollout"  # in `RunState.kept`: a rollout's tensors, and these
 PROMPTS, NUMBERS, REPORT = "prompts", "numbers", "report"

@@ -16,7 +16,8 @@ from hybridflow.algorithms.groups import centred_advantages
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import Reinforce
 from hybridflow.flows.earned import earned_by_tokens
-from hybridflow.flows.run import Known, Run
+from hybridflow.flows.known import Known
+from hybridflow.flows.run import Run
 
 
 @dataclass(frozen=True)

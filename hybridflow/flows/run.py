@@ -28,18 +28,17 @@ from hybridflow.config.kinds import AnyConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.losses import PolicyLoss, Update
 from hybridflow.errors import ConfigError, FlowError
-from hybridflow.flows.bookkeeping import Bookkeeping
+from hybridflow.flows.bookkeeping import Bookkeeping, IterationData
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
-from hybridflow.flows.finite import check_finite
 from hybridflow.flows.generation import SAMPLED, Source
 from hybridflow.flows.generation import Greedy as Greedy
 from hybridflow.flows.generation import Sampled as Sampled
-from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.known import Known as Known
 from hybridflow.flows.known import Pending, exchanged
 from hybridflow.flows.mini_batches import mini_batch_rows
+from hybridflow.flows.step_metrics import check_finite
 from hybridflow.parallel.exchange import PartialTensor
-from hybridflow.placement.deferred_log_probs import first_step_tells
+from hybridflow.placement.overlapped_scoring import first_step_tells
 from hybridflow.recording.iteration import Metrics
 from hybridflow.rewards.scorer import Scores
 from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss

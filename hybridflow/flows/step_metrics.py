@@ -1,4 +1,4 @@
-"""The results of the optimizer steps of an iteration, put together over all ranks."""
+"""Results of the optimizer steps of an iteration, put together over all ranks; and checks that numbers are finite."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
-from hybridflow.flows.finite import NonFinite, described
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.base import TrainedRole
@@ -103,3 +102,37 @@ def _first_row(own: int | None, exchange: Exchange) -> int | None:
     found = -torch.inf if own is None or own < 0 else -float(own)
     largest = float(exchange.maximum(torch.tensor(found, dtype=torch.float64, device=exchange.device)))
     return None if largest == -torch.inf else int(-largest)
+
+
+class NonFinite(Exception):
+    """A NaN or an infinity, known to every rank alike. `tensors`: what was at hand, for a dump."""
+
+    def __init__(self, what: str, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(what)
+        self.tensors = dict(tensors)
+
+
+def check_finite(known: Mapping[str, Tensor], rollout: RolloutBatch) -> None:
+    """Raise NonFinite for the first of some (T,) or (N,) tensors that are not finite everywhere.
+
+    One of (N + M,) is of the rollout's rows and then of those of a second rollout to the same prompts.
+    """
+    for name, values in known.items():
+        if values.sum().isfinite():  # no sum with a NaN or an infinity is; one of finite numbers may overflow
+            continue
+        bad = (~values.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            row = int(_rows_of(torch.tensor([at]), rollout)) if len(values) == len(rollout.input_ids) else at
+            where = f"row {row - len(rollout)} of the second rollout"
+            if row < len(rollout):
+                where = described(row, rollout)
+            raise NonFinite(f"{name} is {float(values[at])} in {where}", {**rollout.tensors(), **known})
+
+
+def _rows_of(tokens: Tensor, batch: RolloutBatch) -> Tensor:
+    return torch.searchsorted(batch.lengths.cumsum(0), tokens, right=True)
+
+
+def described(row: int, batch: RolloutBatch) -> str:
+    return f"row {row} (a response to prompt {int(batch.prompt_indices[row])} of the iteration)"

@@ -36,10 +36,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.directories import sync
+from hybridflow.formats.directories import FileSum, sync
 from hybridflow.formats.distributed_metadata import METADATA, StoredChunk, StoredTensor
 from hybridflow.formats.file_bytes import Shape, memory_of, start_writing
-from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.safetensors_files import TensorInfo
 
 EMPTY = [None]  # as megatron stores an object that is None

@@ -6,7 +6,7 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.inspection.findings import Finding
 from hybridflow.parallel.device import FIRST_WITH_FLASH, uses_cuda
-from hybridflow.rollout.attention import check_head_size, engine_attention
+from hybridflow.rollout.runner import check_head_size, engine_attention
 
 AREA = "attention"
 

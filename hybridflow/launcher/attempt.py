@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from hybridflow.launcher.connection import Connection, Message
+from hybridflow.launcher.connection import Connection, Message, Team
 from hybridflow.launcher.experiment import Experiment
 from hybridflow.launcher.output import Output, say
-from hybridflow.launcher.team import Team
 
 END_SECONDS = 12.0  # from the first failure until what still runs is killed
 SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wish twice

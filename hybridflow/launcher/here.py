@@ -9,12 +9,11 @@ import time
 
 from hybridflow.launcher.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, LaunchOptions, found
 from hybridflow.launcher.attempt import run_attempt
-from hybridflow.launcher.connection import Ssh, is_local
+from hybridflow.launcher.connection import Ssh, Team, is_local
 from hybridflow.launcher.experiment import experiment_on
 from hybridflow.launcher.hostfile import LaunchError, LaunchHost, choose_hosts, read_hostfile
 from hybridflow.launcher.node import GPUS, interface_of, output_of
 from hybridflow.launcher.output import say
-from hybridflow.launcher.team import Team
 from hybridflow.launcher.torchrun import Torchrun
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.architecture.rope import QueryGrowth
-from hybridflow.models.context import ContextSpans
-from hybridflow.models.context_attention import context_attention
+from hybridflow.models.context import ContextSpans, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.layers import OverHeads
 from hybridflow.models.routing import Routing

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -28,20 +29,17 @@ from hybridflow.models.attention import (
     PackedAttention,
 )
 from hybridflow.models.expert_dispatch import TokenDispatcher
-from hybridflow.models.expert_groups import ExpertGroups
-from hybridflow.models.experts import MixtureOfExperts
+from hybridflow.models.experts import ExpertGroups, MixtureOfExperts
 from hybridflow.models.layer_classes import DispatcherName, output_layer_config
-from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
+from hybridflow.models.layer_specs import DTYPES, ProjectedEmbedding, block_spec, transformer_config
 from hybridflow.models.layers import KeepsFloat32, mark
 from hybridflow.models.lora import AdapterChoice, add_adapters
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.mixer import Mixer
 from hybridflow.models.named_weights import load_weights
-from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.models.recomputation import compute_again, needs_gradients_of_inputs, runs_again
 from hybridflow.models.routing import RoutingCounts, follow_routing, routing_of
-from hybridflow.models.scaled_embedding import ScaledEmbedding
 from hybridflow.models.token_dispatchers import token_dispatcher
 from hybridflow.parallel.device import current_device
 from hybridflow.parallel.grid import Grid
@@ -305,3 +303,23 @@ def build_model(
         chunks.append(_float32_kept(chunk.to(device=device, dtype=DTYPES[dtype])))
     load_weights(chunks, spec, grid, head=head, head_seed=head_seed)
     return chunks
+
+
+class ScaledEmbedding(VocabParallelEmbedding):
+    """sqrt(hidden_size) E[token], the root rounded to the weights' dtype. The output layer reads E itself."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, tp_group: ProcessGroup, *, scatters: bool) -> None:
+        """scatters: to the tokens of each rank, as megatron has it with sequence parallelism."""
+        super().__init__(
+            vocab_size,
+            config.hidden_size,
+            init_method=not_none(config.embedding_init_method),
+            reduce_scatter_embeddings=scatters,
+            config=config,
+            tp_group=tp_group,
+        )
+        self.scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = super().forward(input_ids) * self.scale
+        return hidden

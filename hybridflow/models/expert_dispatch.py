@@ -4,7 +4,7 @@
                        sent; the sum over the ranks is the output
     all-to-all         replicas share the experts: each rank has own tokens, and sends each of them once to every rank
                        that holds one of the token's experts
-    DeepEP             the same by DeepEP's kernels (`deep_ep`)
+    DeepEP             the same by DeepEP's kernels (`token_dispatchers`)
 
 A model takes one of them when it is built. What a rank gets is tokens with the experts that it holds; the rank's own
 copies by expert are made behind that (`expert_rows`), and outputs are summed by token before they go back.

@@ -16,6 +16,7 @@ layer has one a expert, and with tensor parallelism asks for sequence parallelis
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 from torch.nn.utils import skip_init
 
+from hybridflow.architecture.latent_fields import BEST_OF_GROUP
 from hybridflow.models.expert_dispatch import Arrived, TokenDispatcher
-from hybridflow.models.expert_groups import ExpertGroups
 from hybridflow.models.expert_rows import ExpertKernels, rows_of, sums_of
 from hybridflow.models.layers import Function
 from hybridflow.models.recomputation import again, read_and_dropped, runs_again
@@ -270,3 +271,20 @@ class MixtureOfExperts(MegatronModule):
 def _reduce(output: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     summed: Tensor = reduce_from_tensor_model_parallel_region(output, group=group)
     return summed
+
+
+class ExpertGroups(NamedTuple):
+    """The experts in `number` equal runs; a token's experts are of the `chosen` groups with the best scores."""
+
+    number: int = 1
+    chosen: int = 1
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """(t, experts) -> the same with minus infinity in the groups that are not chosen."""
+        if self.chosen == self.number:
+            return scores
+        by_group = scores.unflatten(1, (self.number, -1))
+        best = by_group.topk(BEST_OF_GROUP).values.sum(-1)  # (t, groups)
+        chosen = best.new_zeros(best.shape).bool().scatter(1, best.topk(self.chosen).indices, True)
+        masked: Tensor = by_group.masked_fill(~chosen[:, :, None], float("-inf")).flatten(1)
+        return masked

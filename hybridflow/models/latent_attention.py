@@ -30,8 +30,7 @@ from torch.nn.functional import linear, pad
 from hybridflow.architecture.layer_kinds import LatentSizes
 from hybridflow.architecture.mixers.latent import NORM_EPS
 from hybridflow.models.attention import AttentionFunctions, PackedSequences
-from hybridflow.models.context import ContextSpans, begin_gather, of_all_ranks
-from hybridflow.models.context_attention import attention_to_whole
+from hybridflow.models.context import ContextSpans, attention_to_whole, begin_gather, of_all_ranks
 from hybridflow.models.layers import RMSNorm, mark
 from hybridflow.models.mixer import LinearClasses, Mixer
 from hybridflow.models.recomputation import attention_runs_again, read_and_dropped

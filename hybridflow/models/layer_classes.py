@@ -1,4 +1,7 @@
-"""The classes of layers and the functions of attention for this device: chosen once, when a model is built."""
+"""The classes of layers and the functions of attention for this device: chosen once, when a model is built.
+
+On GPUs the gated delta rule in 16 bits is that of flash-linear-attention, which takes packed sequences.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -10,10 +13,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available as HAVE_APEX
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from hybridflow.cpu import attention as cpu_attention
 from hybridflow.cpu import layers as cpu_layers
 from hybridflow.cpu.kernels.library import library
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.attention import (
     AttentionFunctions,
     GroupedSelfAttention,
@@ -24,13 +29,12 @@ from hybridflow.models.attention import (
     with_context,
 )
 from hybridflow.models.attention_backends import attend_on_gpus
-from hybridflow.models.delta_rule import DeltaRule, delta_rule
-from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
+from hybridflow.models.delta_rule import NO_PARENT, DeltaRule, Sequences, delta_rule
 from hybridflow.models.expert_rows import ExpertKernels, KernelsByTorch
 from hybridflow.models.expert_triton import HAS_TRITON, KernelsByTriton
 from hybridflow.models.layers import CompiledSwiGLU, RMSNorm, SwiGLU
 from hybridflow.models.mixer import LinearClasses
-from hybridflow.models.shared_prompt import VARLEN, AttentionKernel
+from hybridflow.models.shared_prompt import VARLEN, AttentionKernel, bounds
 from hybridflow.models.window_attention import attend_in_window
 from hybridflow.parallel.device import uses_cuda
 
@@ -151,3 +155,44 @@ def attention_functions(
         return AttentionFunctions(with_context(by_length_or_merged(kernel), kernel, keep=keep), by_torch, kernel)
     attend = with_context(cpu_attention.attend, kernel, keep=keep)
     return AttentionFunctions(attend, by_torch if interleaved else cpu_attention.rotated, kernel)
+
+
+INSTALL = "`pip install fla-core`; `bash launch/setup.sh --cuda` installs it"
+
+
+def delta_rule_by_fla(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, sequences: Sequences
+) -> Tensor:
+    """As `delta_rule`. One call for sequences that begin, and one for those that continue others.
+
+    Errors: EnvironmentProblem where flash-linear-attention is not installed.
+    """
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "a gated delta net trains in bfloat16 on GPUs by flash-linear-attention, which is missing "
+            f"({error}): {INSTALL}"
+        ) from error
+    tensors, levels = (query, key, value, g, beta), sequences.levels
+    parts, places, left, row_of = [], [], value.new_zeros(0), dict[int, int]()
+    of_sequences = torch.arange(len(value), device=value.device).split(sequences.lengths)
+    for level in levels:
+        whole = len(level) == len(sequences.lengths)
+        at = torch.cat([of_sequences[i] for i in level])
+        parents = [sequences.parents[i] for i in level]
+        begins = parents[0] == NO_PARENT  # then all do
+        out, states = chunk_gated_delta_rule(
+            *((x if whole else x[at])[None] for x in tensors),
+            initial_state=None if begins else left[[row_of[parent] for parent in parents]],
+            output_final_state=len(levels) > 1,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=bounds([sequences.lengths[i] for i in level], value.device).long(),
+        )
+        if whole:
+            found: Tensor = out[0]
+            return found
+        parts.append(out[0])
+        places.append(at)
+        left, row_of = states, {number: row for row, number in enumerate(level)}
+    return torch.cat(parts)[torch.cat(places).argsort()]

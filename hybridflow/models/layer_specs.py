@@ -1,6 +1,9 @@
 """Of which classes megatron's layers are made: by the model, the device and what is installed.
 
 megatron's own local layers, or Transformer Engine's, with our norms, activations, attention and experts in them.
+
+Gemma 3 and OLMo 3 have norms behind attention and MLP, in front of the residual sums. opt-350m alone has norms that
+follow the residual sums, and embeddings of another width than the hidden states, with a matrix on either side.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,8 +22,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hybridflow.architecture.family import Family
 from hybridflow.architecture.layer_kinds import LayerKind
@@ -33,10 +39,8 @@ from hybridflow.models.layer_classes import (
     has_transformer_engine,
     layer_classes,
 )
-from hybridflow.models.layers import GeGLU, ReLU
+from hybridflow.models.layers import GeGLU, LayerNorm, ReLU
 from hybridflow.models.mixer_modules import mixer_module, norm_class, submodules
-from hybridflow.models.norms_behind import NormsBehindLayer
-from hybridflow.models.opt import PostNormLayer
 from hybridflow.models.recomputation import add_own_modules, megatron_arguments, runs_again
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Place
@@ -209,3 +213,71 @@ def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: typ
     parts = submodules(layer, TransformerLayerSubmodules)
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     submodules(parts.mlp, MLPSubmodules).activation_func = activation
+
+
+Add = Callable[..., Tensor]  # (output and bias, residual, dropout) -> their sum
+
+
+class NormsBehindLayer(TransformerLayer):
+    """h = x + norm_a(attention(x')), y = h + norm_m(mlp(h')), x' and h' with the norms in front or without.
+
+    megatron-core 0.16.1 has no place for such norms: they are the first that its sums do.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type[nn.Module], **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_attention_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attn_bda = _adding_normed(self.post_attention_layernorm, self.self_attn_bda)
+        self.mlp_bda = _adding_normed(self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _adding_normed(norm: nn.Module, choose: Callable[..., Add]) -> Callable[..., Add]:
+    """megatron's choice of a sum, with the norm in front of it."""
+
+    def chosen(*given: Any) -> Add:
+        add = choose(*given)
+
+        def add_normed(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = output
+            assert bias is None, "a bias would be added behind the norm"
+            return add((norm(x), None), residual, dropout)
+
+        return add_normed
+
+    return chosen
+
+
+class PostNormLayer(TransformerLayer):
+    """h = norm(x + attention(x)), y = norm'(h + mlp(h)) (Vaswani et al. 2017).
+
+    megatron-core 0.16.1 computes x + attention(norm(x)) and h + mlp(norm'(h)): with norms that do nothing in their
+    places, those after the sums are all that is added.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_attention_layernorm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        hidden, context = super()._forward_attention(*args, **kwargs)
+        return self.post_attention_layernorm(hidden), context
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden: Tensor = self.post_mlp_layernorm(super()._forward_mlp(*args, **kwargs))
+        return hidden
+
+
+class ProjectedEmbedding(VocabParallelEmbedding):
+    """Tokens to embeddings of `size`, and these to the hidden size; every tensor-parallel rank projects all of them."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, size: int, tp_group: ProcessGroup) -> None:
+        super().__init__(
+            vocab_size, size, init_method=not_none(config.embedding_init_method), config=config, tp_group=tp_group
+        )
+        self.project_in = nn.Linear(size, config.hidden_size, bias=False, dtype=config.params_dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.project_in(super().forward(input_ids))
+        return hidden

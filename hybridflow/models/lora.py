@@ -88,7 +88,7 @@ class Adapter:
         return (reference[a], reference[b]) if reference else None
 
     def _added(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """out + scale B A x, rounded once: so the engine rounds too (`rollout.adapted_layers`)."""
+        """out + scale B A x, rounded once: so the engine rounds too (`rollout.loader`)."""
         if self.inside:  # a and b are summed over, in place of what they read and give
             whole, group = (a, b)[not self.by_rows], self.group
             copied = copy_to_tensor_model_parallel_region(whole, group=group)

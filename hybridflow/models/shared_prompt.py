@@ -2,7 +2,7 @@
 
 Every stretch of tokens, a prompt or what follows one, attends causally to itself; what follows a prompt also attends to
 all of the prompt. The second needs a second call of the same kernel. Calls are merged by their log-sum-exps, also those
-of `context_attention`:
+of `context`:
 
     out = (exp(l_1) out_1 + exp(l_2) out_2) / (exp(l_1) + exp(l_2)),    l = log(exp(l_1) + exp(l_2))
 

@@ -1,5 +1,5 @@
 """What this process last asked of each process group, and how long it has waited: for a report of a hang, which must
-say who waits for whom, and for the metrics (`hybridflow.parallel.waiting`).
+say who waits for whom, and for the metrics (`hybridflow.parallel.collectives`).
 
 Every collective that Python starts (torch.distributed, megatron, vLLM) calls a method of
 `torch._C._distributed_c10d.ProcessGroup`. Those methods are replaced, in this place alone, by ones that note the call
@@ -7,11 +7,17 @@ first: torch itself keeps no record of gloo's collectives, and NCCL's flight rec
 in Python. As seen in torch 2.13.0. A note costs a microsecond or two, gloo's smallest collective fifty.
 
 Not seen: what does not pass through a process group, as vLLM's shared-memory collectives between ranks of one CPU.
+
+A rank that is late waits less than the others, by as much as it is late: differences of the seconds waited name the
+rank that the others waited for. Messages in host memory hold up the host, whose clock counts. Those of a device hold
+up a stream: two events of the stream stand around each collective, and no host waits for them.
 """
 
 import functools
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +29,6 @@ import torch.distributed as dist
 from hybridflow.parallel.collective_record import CollectiveRecord
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import check_version
-from hybridflow.parallel.waiting import WaitingTime
 
 # What all ranks of a group call alike, so that the number of calls can be compared, ...
 COLLECTIVES = (
@@ -227,3 +232,49 @@ def _last_call(calls: GroupCalls) -> LastCall | None:
         inside=calls.inside,
         over=calls.over,
     )
+
+
+MOST_PENDING = 1024  # pairs of events, beyond which those that have passed are read before the phase is over
+
+
+class WaitingTime:
+    """Of the thread that makes this object: another thread, as that of a checkpoint's writer, holds up no training."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._thread = threading.get_ident()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+
+    def add(self, seconds: float) -> None:
+        """The host has waited for so long."""
+        if threading.get_ident() == self._thread:
+            self._seconds += seconds
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event of the stream, here; None while a graph is captured, which would capture the event, too."""
+        if torch.cuda.is_current_stream_capturing() or threading.get_ident() != self._thread:
+            return None
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_since(self, began: torch.cuda.Event | None) -> None:
+        """The stream was held up from `began` to here."""
+        ended = self.mark() if began is not None else None
+        if began is None or ended is None:
+            return
+        self._pending.append((began, ended))
+        if len(self._pending) > MOST_PENDING:
+            self._read(all_of_them=False)
+
+    def seconds(self) -> float:
+        """So far. The device must have done what it was given."""
+        self._read(all_of_them=True)
+        return self._seconds
+
+    def _read(self, *, all_of_them: bool) -> None:
+        while self._pending and (all_of_them or self._pending[0][1].query()):
+            began, ended = self._pending.popleft()
+            self._seconds += began.elapsed_time(ended) / 1e3  # milliseconds
+            self._free += (began, ended)

@@ -35,7 +35,7 @@ class PartialTensor:
         return (self,)
 
     def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
-        """See `flows.known.Pending`."""
+        """See `flows.run.Pending`."""
         return wholes[0]
 
 

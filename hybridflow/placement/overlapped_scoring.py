@@ -1,14 +1,19 @@
-"""Which models score finished responses while other engine replicas still generate. Pure.
+"""Which models score finished responses while other engine replicas still generate, and which flows let the first
+update compute its old log-probs. Pure.
 
-A model can where ranks of one engine replica, which finish at the same moment, hold all of it: collectives need
-them all. Only what the flow is known to ask for of the very rollout is computed. It takes no more memory than training:
-a rank that waits has given the KV cache and the engine's weights back, so that `forecast` needs no row for it.
+A model can score where the ranks of one engine replica, which finish at the same moment, hold all of it: collectives
+need them all. Only what the flow is known to ask for of the very rollout is computed. It takes no more memory than
+training: a rank that waits has given the KV cache and the engine's weights back.
+
+A flow leaves the old log-probs of the first mini-batch to the update where it reads them in ratios alone: not where the
+KL is taken off rewards, nor in distillation, nor in a user's flow. Flows on fixed data have none.
 """
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.algorithms import Custom, ReMax
+from hybridflow.config.algorithms import PPO, Algorithm, Custom, Distill, ReMax
+from hybridflow.config.fixed_algorithms import FixedAlgorithm, OneStep
+from hybridflow.config.kinds import AnyConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.placement.deferred_log_probs import asks_for_log_probs
 from hybridflow.placement.placed import PlacedRun, reencodes
 
 UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
@@ -53,3 +58,27 @@ def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Bloc
         if len(replicas) == 1 and (replica := replicas.pop()) is not None:
             found.setdefault(replica, []).append(block)
     return found
+
+
+def first_step_tells(algorithm: Algorithm | FixedAlgorithm, iteration: int) -> bool:
+    """Whether the first mini-batch of this iteration, from 1, has old log-probs from the update."""
+    if isinstance(algorithm, Custom | Distill | OneStep) or algorithm.policy.old_log_probs == "engine":
+        return False
+    if isinstance(algorithm, PPO) and iteration <= algorithm.critic_warmup_iterations:  # the actor takes no step
+        return False
+    return algorithm.kl.use != "reward"
+
+
+def rows_told(config: AnyConfig) -> int:
+    """Rows of an iteration after any warm-up whose old log-probs come with the first step."""
+    algorithm = config.algorithm
+    warmup = algorithm.critic_warmup_iterations if isinstance(algorithm, PPO) else 0
+    if not first_step_tells(algorithm, warmup + 1):
+        return 0
+    rows = config.batch_size
+    return min(algorithm.update.mini_batch_size or rows, rows)
+
+
+def asks_for_log_probs(config: ExperimentConfig) -> bool:
+    """Whether the actor makes a forward pass for old log-probs in an iteration after any warm-up."""
+    return config.algorithm.policy.old_log_probs == "trainer" and rows_told(config) < config.batch_size

@@ -14,7 +14,8 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import frozen_weights
 from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
-from hybridflow.reshard.packing import (
+from hybridflow.reshard.plan import Operation, Outline, ReshardPlan, Way
+from hybridflow.reshard.slices import (
     Content,
     Parcel,
     WeightPiece,
@@ -23,7 +24,6 @@ from hybridflow.reshard.packing import (
     is_sent_in_place,
     parcels_of,
 )
-from hybridflow.reshard.plan import Operation, Outline, ReshardPlan, Way
 
 SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
 ALIGNMENT = 64  # elements: where weights begin in the engine's own memory

@@ -31,7 +31,7 @@ SUMMED = ("flops", "ideal seconds", "engine ranks")
 
 @dataclass(frozen=True)
 class EngineReport:
-    """By name, over all engine ranks. turns: counts as in `rollout.turn_counts.TurnCounts`; none without turns."""
+    """By name, over all engine ranks. turns: counts as in `rollout.rows.TurnCounts`; none without turns."""
 
     largest: Mapping[str, float]
     summed: Mapping[str, float]

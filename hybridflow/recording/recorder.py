@@ -14,11 +14,10 @@ from hybridflow.config import RunConfig
 from hybridflow.errors import RecordError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
-from hybridflow.recording.layout import write_layout
 from hybridflow.recording.progress import OF_SET, ProgressDisplay
 from hybridflow.recording.prometheus import PrometheusServer
 from hybridflow.recording.resume import KeptMetrics, remove_batches
-from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir, writing
+from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir, write_layout, writing
 from hybridflow.recording.samples import chosen_rows, samples_of
 from hybridflow.recording.starts import recorded_start
 from hybridflow.recording.trackers import open_trackers

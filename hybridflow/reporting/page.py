@@ -9,20 +9,18 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any
 
 from hybridflow import __version__
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.recording.layout import RunLayout
-from hybridflow.reporting.axes import axes
+from hybridflow.recording.run_dir import RunLayout
 from hybridflow.reporting.head import head, utc_time
 from hybridflow.reporting.metric_titles import metric_title
-from hybridflow.reporting.points import points
-from hybridflow.reporting.runs import Curve, RunRecord
-from hybridflow.reporting.score_histogram import score_histogram
+from hybridflow.reporting.runs import Curve, RunRecord, Samples
 from hybridflow.reporting.shown_samples import shown_samples
 
 SAMPLED_ITERATIONS = 100  # of a run, that the page has samples of
@@ -161,3 +159,101 @@ def _engine(layout: RolloutLayout) -> dict[str, Any]:
 def _by_stage(replicas: Sequence[tuple[int, ...]], tp: int) -> list[list[list[int]]]:
     """[replica][pp][tp] is a rank."""
     return [[list(ranks[i : i + tp]) for i in range(0, len(ranks), tp)] for ranks in replicas]
+
+
+SECONDS, RATE, SAVING = "time/iteration_seconds", "train/tokens_per_sec", "time/save_seconds"
+
+
+def axes(curves: Mapping[str, Curve]) -> dict[str, dict[str, list[Any]]]:
+    """By axis x, iterations, and y, what there was at the end of each: on straight lines in between.
+
+    Tokens are those of prompts and responses that the run has trained on. Hours are those of iterations and saves,
+    without starts and evaluations. An axis whose metrics the run lacks is left out.
+    """
+    seconds, rate, saving = (dict(curves.get(name, ())) for name in (SECONDS, RATE, SAVING))
+    if not seconds:
+        return {}
+    hours = {i: (value + saving.get(i, 0.0)) / 3600 for i, value in seconds.items()}
+    found = {"hours": _so_far(hours)}
+    return found | ({"tokens": _so_far({i: seconds[i] * rate[i] for i in seconds if i in rate})} if rate else {})
+
+
+def _so_far(of_iterations: Mapping[int, float]) -> dict[str, list[Any]]:
+    x, y = [min(of_iterations) - 1, *of_iterations], list(accumulate(of_iterations.values(), initial=0.0))
+    step = -(-len(x) // MOST)
+    kept = sorted({*range(0, len(x), step), len(x) - 1})
+    return {"x": [x[i] for i in kept], "y": [float(f"{y[i]:.7g}") for i in kept]}
+
+
+BINS = 16
+
+
+def score_histogram(samples: Samples) -> dict[str, Any] | None:
+    """Counts of training samples with a finite score: `first` and `last` of the two halves of the iterations.
+
+    `edges` are those of bins of one width, BINS + 1; of one value alone two. `iterations`: the first and last of each
+    half. None where no sample has such a score.
+    """
+    scores = {i: [float(x) for row in rows if _counts(x := row.get("score"), row)] for i, rows in _ordered(samples)}
+    numbers = [i for i, own in scores.items() if own]
+    if not numbers:
+        return None
+    half = (len(numbers) + 1) // 2
+    low, high = (f(x for own in scores.values() for x in own) for f in (min, max))
+    bins = BINS if low < high else 1
+    width = (high - low) / bins
+    halves: list[list[int]] = []
+    for some in (numbers[:half], numbers[half:]):
+        counts = [0] * bins
+        for value in (x for i in some for x in scores[i]):
+            counts[min(int((value - low) / width), bins - 1) if width else 0] += 1
+        halves.append(counts)
+    return {
+        "edges": [float(f"{low + k * width:.6g}") for k in range(bins + 1)],
+        "first": halves[0],
+        "last": halves[1],
+        "iterations": [[some[0], some[-1]] for some in (numbers[:half], numbers[half:]) if some],
+    }
+
+
+def _ordered(samples: Samples) -> list[tuple[int, Any]]:
+    return sorted(samples.by_iteration.items())
+
+
+def _counts(score: object, row: dict[str, Any]) -> bool:
+    number = isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
+    return number and row.get("kind") != "heldout"
+
+
+MOST = 400  # points of a curve: no screen shows more side by side in a chart
+DIGITS = 6
+
+
+def points(curve: Curve, most: int = MOST) -> dict[str, Any]:
+    """x and y, lists of one length; y is None where a value is not finite.
+
+    Of a longer curve each point stands for `per` values: x is the first of their iterations and `end` the last, y the
+    mean of those that are finite, `low` and `high` the least and the largest.
+    """
+    per = -(-len(curve) // most)
+    if per <= 1:
+        return {"per": 1, "x": [x for x, _ in curve], "y": [_number(y) for _, y in curve]}
+    parts = [curve[i : i + per] for i in range(0, len(curve), per)]
+    values = [[y for _, y in part if math.isfinite(y)] for part in parts]
+    return {
+        "per": per,
+        "x": [part[0][0] for part in parts],
+        "end": [part[-1][0] for part in parts],
+        "y": [_number(_mean(part)) for part in values],
+        "low": [_number(min(part, default=math.nan)) for part in values],
+        "high": [_number(max(part, default=math.nan)) for part in values],
+        "lost": [len(part) - len(kept) for part, kept in zip(parts, values, strict=True)],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(value / len(values) for value in values) if values else math.nan
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -18,8 +18,8 @@ from hybridflow.config.kinds import config_class
 from hybridflow.errors import ConfigError, RunDirError
 from hybridflow.parallel.peer_processes import is_running
 from hybridflow.parallel.watchdog import REPORT
-from hybridflow.recording.layout import RunLayout, read_layout
 from hybridflow.recording.resume import KeptMetrics, kept_metrics
+from hybridflow.recording.run_dir import RunLayout, read_layout
 from hybridflow.recording.starts import RunStart, last_sign, read_starts
 from hybridflow.recording.writers import EXPERTS_LOAD
 

@@ -32,10 +32,9 @@ from hybridflow.reshard.kernel import (
     prepared_permutation,
 )
 from hybridflow.reshard.memory import OwnMemory, Resized, moves
-from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.reserved import AddressSpace
-from hybridflow.reshard.slices import Piece
+from hybridflow.reshard.slices import Content, Piece, content, parcels_of
 
 
 def select_mover(device: torch.device) -> Mover:

@@ -24,11 +24,11 @@ from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import is_trained
 from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import dealt_origin, engine_stages
-from hybridflow.reshard.packing import WeightPiece
 from hybridflow.reshard.slices import (
     Arrangement,
     Piece,
     View,
+    WeightPiece,
     arrangement_of,
     engine_shard,
     overlap_elements,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.rewards.one_number import DECIMAL
+from hybridflow.rewards.numeric import DECIMAL
 from hybridflow.rollout.thinking import behind_thoughts
 
 MARKS = re.compile(r"""[*_`~$"'{}\[\]]|\\boxed""")

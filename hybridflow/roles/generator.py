@@ -37,16 +37,16 @@ from hybridflow.rollout.generation import (
     RolloutListener,
     RolloutRequest,
     check_rows,
+    or_known,
     replica_responses,
     whole_rollout,
 )
-from hybridflow.rollout.known_failures import or_known
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.rollout.partial import Place, ReplicaWork, UnderWay, replica_rows
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.row import RolloutRow
+from hybridflow.rollout.rows import TurnCounts
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.turn_counts import TurnCounts
 from hybridflow.rollout.turns import EnvironmentRows, LeaderBroadcast, TurnTaking
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class Generator:
             watch.count(flops / sum(map(len, self.layout.replicas)), self._actor.dtype)
 
     def _or_known(self, generate: Callable[[], T], **listener: Any) -> T | None:
-        """See `known_failures`. Collective over the world."""
+        """See `generation.or_known`. Collective over the world."""
         return or_known(generate, self.engine, self._exchange.group, size=len(self.layout.replicas[0]), **listener)
 
     @property

@@ -7,8 +7,7 @@ from typing import Any
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import CheckpointError, EnvironmentProblem
-from hybridflow.rollout.device import engine_device
-from hybridflow.rollout.environment import set_environment
+from hybridflow.rollout.device import engine_device, set_environment
 from hybridflow.rollout.language_model import LanguageModel, leave_out_images
 
 CPU_CACHE_BYTES = 1 << 30  # of keys and values

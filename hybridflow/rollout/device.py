@@ -1,12 +1,14 @@
 """What of an engine depends on the device that it computes on. Asked once for each engine, never in between."""
 
+import os
+import re
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.rollout.cache import CudaKVCache, KVCache
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:
     from torch import nn
     from vllm import LLM
 
@@ -96,7 +98,9 @@ class CudaEngine:
             "enable_chunked_prefill": True,
             "enforce_eager": eager,
             "enable_sleep_mode": sleeps,
-            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # by FlashInfer: see `environment`
+            "compilation_config": {
+                "pass_config": {"fuse_allreduce_rms": False}
+            },  # by FlashInfer: see `set_environment`
             **BESIDE_A_TRAINER,
         }
 
@@ -112,3 +116,22 @@ class CudaEngine:
 
         note = expert_note(model)
         return [] if note is None else [note]
+
+
+KUBERNETES = re.compile(r"(tcp|udp|sctp)://")  # of a service called vllm a pod has VLLM_PORT=tcp://10.0.0.1:8000
+
+
+def set_environment() -> None:
+    """May be called again."""
+    for name in [name for name, value in os.environ.items() if name.startswith("VLLM_") and KUBERNETES.match(value)]:
+        del os.environ[name]  # vLLM takes it for a port of its own, and ends with an error
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # the default is 1. Every engine then imports FlashInfer before the first token, and fails where FlashInfer is not
+    # installed or does not import. FlashInfer's sampler takes no request with a seed, and all requests here have one
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    # the default is 1. FlashInfer then compiles at the first sum on all ranks at once, takes memory that no plan
+    # counts, and hangs where it fails on one rank alone; it has not run with hybridflow so far.
+    # Its sums have no fixed order: in bfloat16 routers of two ranks may then choose other experts for a token
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")

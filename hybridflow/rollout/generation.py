@@ -4,13 +4,18 @@ request = RolloutRequest(prompts, counts, sampling, seed=(run seed, iteration), 
 asked = request.prompts_of_replicas(num_replicas)
 own = replica_responses(engine, params, request, asked[replica])       # by row of the rollout
 rollout = whole_rollout(request, own, exchange=exchange)
+
+A rank whose engine fails says so before the exchange, and the run ends on all ranks with that error.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.algorithms.packed import placed
@@ -25,16 +30,18 @@ from hybridflow.batch import (
 )
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardError, Stopped
+from hybridflow.parallel.agreement import raise_known
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import preserved_random_state
+from hybridflow.parallel.rank_log import IN_FILES_ALONE
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.recorded import RecordedPiece
 from hybridflow.rollout.row import BEGINS, CUT, OF_TOKENS, SAMPLED, RolloutRow, Tensors, gathered, tensors_of
 from hybridflow.rollout.turns import NewRow, TurnTaking, episodes_of
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
@@ -224,3 +231,36 @@ def joined_rollout(prompts: PromptBatch, num_samples: Tensor, rows: Tensors) -> 
         rollout_log_probs=rollout_log_probs,
         **further,
     )
+
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def or_known(
+    generate: Callable[[], T],
+    engine: RolloutEngine | None,
+    group: dist.ProcessGroup,
+    *,
+    size: int,
+    listener: RolloutListener | None = None,
+) -> T | None:
+    """What `generate` gives. An error of all ranks of one replica is raised on all ranks. Collective over the group.
+
+    size: ranks of a replica. Of several only errors of what answers the model are such: all of them hear of these.
+    """
+    found, failure = None, None
+    try:
+        found = generate()
+    except Exception as error:
+        if isinstance(error, Stopped) or not (size == 1 or getattr(error, "of_replica", False)):
+            raise
+        failure = error
+        LOG.error("told when all ranks have generated: %s: %s", type(error).__name__, error, extra=IN_FILES_ALONE)
+        with contextlib.suppress(Exception):  # an engine that has failed may fail here too: the run ends
+            if engine is not None:
+                engine.abort_all()
+        if listener is not None:
+            listener.on_failure()
+    raise_known(failure, group)
+    return found

@@ -14,8 +14,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version, replace_in
-from hybridflow.rollout.device import EngineDevice, engine_device
-from hybridflow.rollout.environment import set_environment
+from hybridflow.rollout.device import EngineDevice, engine_device, set_environment
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator

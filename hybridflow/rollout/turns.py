@@ -27,8 +27,7 @@ from hybridflow.errors import OfAnotherRank, RewardError
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.rollout.engine import Request, RolloutEngine, response_of
 from hybridflow.rollout.row import RolloutRow
-from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, TurnEvent, TurnRow
-from hybridflow.rollout.turn_counts import TurnCounts
+from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, TurnCounts, TurnEvent, TurnRow
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams

@@ -21,10 +21,10 @@ from hybridflow.config.algorithms import PPO
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.bookkeeping import Bookkeeping
-from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.generation import Moment
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.run import Run
+from hybridflow.flows.step_metrics import NonFinite
 from hybridflow.formats.weights_digest import base_digest
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms

@@ -7,7 +7,7 @@ trainer.fit()
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,6 @@ from hybridflow.trainers.building import (
 )
 from hybridflow.trainers.environments import evaluation_notes, judge_of
 from hybridflow.trainers.generating import overlapped_scoring, source_of, state_of_flows
-from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.user_code import search_beside
 
 
@@ -367,3 +366,26 @@ class OnlineTrainer(loop.Trainer):
         if not self.trains:
             notes.append("rollout only: nothing is trained, and no model is written")
         return notes + loop.sampling_notes(self.config.sampling.changed_distribution())
+
+
+def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
+    """The config of a replay or of rollouts alone. A new directory leaves the other run's directory as it is. The run
+    begins with the given models or checkpoint, and never resumes a former replay."""
+    metrics: dict[str, Any] = {}
+    if replay is not None:
+        metrics["eval_interval"] = 0  # which takes an engine
+    if rollout_only:
+        metrics["dump_batches"] = True
+    if not metrics:
+        return config
+    checkpoint: dict[str, Any] = {"save_interval": 0, "save_minutes": None}
+    if config.checkpoint.load == "auto":
+        checkpoint["load"] = "none"
+    return config.model_copy(
+        update={
+            "name": f"{config.name}-{'rollout' if rollout_only else 'replay'}",
+            "stop_when": None,
+            "metrics": config.metrics.model_copy(update=metrics),
+            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
+        }
+    )

@@ -32,8 +32,7 @@ from hybridflow.flows.generation import Source
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.recorder import RunSummary
 from hybridflow.trainers.online import OnlineTrainer
-from hybridflow.trainers.tutorial_inputs import TrainerArguments
-from hybridflow.trainers.tutorial_models import Model, Reward, Tokenizer, check_model, models_on_disk
+from hybridflow.trainers.tutorial_inputs import Model, Reward, Tokenizer, TrainerArguments, check_model, models_on_disk
 from hybridflow.user_code import search_beside
 
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "no": "float32", "fp32": "float32", "float32": "float32"}

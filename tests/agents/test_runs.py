@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.batch import RolloutBatch
-from hybridflow.recording.turns import turns_of_rows
+from hybridflow.recording.iteration import turns_of_rows
 from tests.agents.agents_of_users import ADD
 from tests.agents.runs_worker import ADDRESS, CASES, WRONG
 from tests.environments.tiny_chat import CALLS, END, STOPS, make_chat_inputs, make_tokenizer, run_config

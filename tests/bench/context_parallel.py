@@ -57,7 +57,7 @@ def measure(tokens: int) -> None:
     from hybridflow.cpu.attention import flash_backward, flash_forward
     from hybridflow.models import context as module
     from hybridflow.models.attention import PackedSequences
-    from hybridflow.models.context_attention import context_attention
+    from hybridflow.models.context import context_attention
     from hybridflow.models.shared_prompt import AttentionKernel, MergedCalls
     from hybridflow.parallel import platform as platforms
 

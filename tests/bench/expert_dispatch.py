@@ -52,12 +52,12 @@ def measure(num_tokens: int) -> None:
     import torch.distributed as dist
     from megatron.core.transformer.moe import fused_a2a
 
-    from hybridflow.models.deep_ep import DeepEP
     from hybridflow.models.expert_dispatch import AllToAll, WithinReplica
     from hybridflow.models.expert_rows import ExpertKernels, KernelsByTorch
     from hybridflow.models.expert_triton import KernelsByTriton
     from hybridflow.models.experts import Experts
     from hybridflow.models.layers import SwiGLUFunction
+    from hybridflow.models.token_dispatchers import DeepEP
     from hybridflow.parallel import platform as platforms
     from hybridflow.parallel.layout import Cut
     from tests.models.test_experts import config

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.cpu.megatron import flat_buffers
+from hybridflow.cpu.megatron import overlays
 from hybridflow.parallel import platform as platforms
 
 MS = 1e3
@@ -37,11 +37,11 @@ def main() -> None:
     ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "reduce-scatter": (
             lambda: dist.reduce_scatter_tensor(own, whole, op=total, **named),
-            lambda: flat_buffers.reduce_scatter_tensor(own, whole, op=total, **named),
+            lambda: overlays.reduce_scatter_tensor(own, whole, op=total, **named),
         ),
         "all-gather": (
             lambda: dist.all_gather_into_tensor(whole, own, **named),
-            lambda: flat_buffers.all_gather_into_tensor(whole, own, **named),
+            lambda: overlays.all_gather_into_tensor(whole, own, **named),
         ),
     }
     seconds: dict[str, list[list[float]]] = {name: [] for name in ways}

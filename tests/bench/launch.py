@@ -10,9 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from hybridflow.launcher.connection import Ssh
+from hybridflow.launcher.connection import Ssh, Team
 from hybridflow.launcher.hostfile import LaunchHost
-from hybridflow.launcher.team import Team
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0

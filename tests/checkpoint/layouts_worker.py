@@ -22,7 +22,7 @@ from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig
 from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.formats.distributed_directory import DistributedDirectory
-from hybridflow.models.optimizer_state import num_steps
+from hybridflow.models.optimizer import num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

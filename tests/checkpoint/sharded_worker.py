@@ -31,7 +31,7 @@ from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.models.named_weights import named_weights
-from hybridflow.models.optimizer_state import owned_states
+from hybridflow.models.optimizer import owned_states
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups

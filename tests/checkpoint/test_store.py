@@ -379,7 +379,7 @@ def test_a_flipped_bit_anywhere_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_a_large_file_is_seen_in_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.formats.file_sum.BLOCK_BYTES", 64)
+    monkeypatch.setattr("hybridflow.formats.directories.BLOCK_BYTES", 64)
     file = tmp_path / "file"
     data = bytes(range(200))
     file.write_bytes(data)

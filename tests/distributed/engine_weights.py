@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config.length_buckets import always
-from hybridflow.cpu.engine import decoder, decoding, sampling
+from hybridflow.cpu.engine import decoder, decoding, patches
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.trainers.online import OnlineTrainer
@@ -128,7 +128,7 @@ def vllms_own_layers() -> Iterator[None]:
     """Within the block no layer of an engine is one call in C, and vLLM's sampler draws."""
     with (
         mock.patch.object(decoder, "_prepared", lambda *args: None),
-        mock.patch.object(sampling, "_draws_from_all", lambda *args: False),
+        mock.patch.object(patches, "_draws_from_all", lambda *args: False),
     ):
         yield
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import RolloutConfig, SamplingConfig
-from hybridflow.cpu.engine import decoder, sampling
+from hybridflow.cpu.engine import decoder, patches
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.rollout.engine import Request, RolloutEngine
@@ -202,10 +202,10 @@ def greedy_tokens(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
 def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], sampled: list[RolloutRow]) -> dict:
     """The same again, counting layers that are one call; then with vLLM's layers and sampler in their place."""
     params, calls = engine.sampling_params(SAMPLING, ()), []
-    call, take = decoder.DecoderLayer.compute, sampling.draw
+    call, take = decoder.DecoderLayer.compute, patches.draw
     with (
         mock.patch.object(decoder.DecoderLayer, "compute", lambda *a: calls.append("layer") or call(*a)),
-        mock.patch.object(sampling, "draw", lambda *a: calls.append("draw") or take(*a)),
+        mock.patch.object(patches, "draw", lambda *a: calls.append("draw") or take(*a)),
     ):
         again = responses_of(engine, requests, params)
     with vllms_own_layers():

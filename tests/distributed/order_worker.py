@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.cpu import peer_memory
-from hybridflow.cpu.megatron import flat_buffers
+from hybridflow.cpu.megatron import overlays
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.collective_record import RECORD_VARIABLE
 from hybridflow.roles.base import RunContext
@@ -28,8 +28,8 @@ GROUPS = {"first": [0, 1, 2, 3], "second": [2, 3, 4, 5]}
 
 def main(records: Path, runs: dict[str, list[str]]) -> None:
     peer_memory.can_read = lambda introduction: False
-    flat_buffers.all_gather_into_tensor = dist.all_gather_into_tensor
-    flat_buffers.reduce_scatter_tensor = dist.reduce_scatter_tensor
+    overlays.all_gather_into_tensor = dist.all_gather_into_tensor
+    overlays.reduce_scatter_tensor = dist.reduce_scatter_tensor
     online.RunContext = functools.partial(RunContext, overlap=True)
     os.environ[RECORD_VARIABLE] = str(records / "swapped")
     swapped(platforms.start(seed=0).rank)

@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.architecture.mixers.attention import CPU_BLOCK
 from hybridflow.architecture.spec import read_spec
-from hybridflow.placement.cache_blocks import cache_blocks
+from hybridflow.placement.kv_cache import cache_blocks
 from tests.distributed.engine_worker import CONFIG
 from tests.distributed.window_engine_worker import KV_CACHE_BYTES, LAYOUTS, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
 from tests.launch import run_ranks

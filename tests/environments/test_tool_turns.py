@@ -19,7 +19,7 @@ from hybridflow.environments.returned import checked_messages
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import ToolCallParser
-from hybridflow.trainers.tool_parsers import unread_calls
+from hybridflow.trainers.environments import unread_calls
 from tests.data.kinds_of_templates import KINDS, PLAIN, TOOLS, tokenizer_of
 from tests.rollout.turn_rows import DrivenRows
 

@@ -14,8 +14,8 @@ from hybridflow.algorithms.loss_mean import sequence_token_mean
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import SamplingConfig
-from hybridflow.flows.finite import NonFinite, check_finite
 from hybridflow.flows.ppo import PPOBatchWithReference
+from hybridflow.flows.step_metrics import NonFinite, check_finite
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import batch_metrics
 from hybridflow.rollout.engine import Request

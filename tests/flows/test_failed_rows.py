@@ -11,10 +11,9 @@ from hybridflow.config import RewardConfig
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.flows.dynamic_sampling import nothing_to_learn
 from hybridflow.flows.groups import GroupBatchWithReference, of_kept_rows
-from hybridflow.recording.iteration import batch_metrics, length_metrics
+from hybridflow.recording.iteration import batch_metrics, length_metrics, turn_metrics, turns_of_rows
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.samples import samples_of
-from hybridflow.recording.turns import turn_metrics, turns_of_rows
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer, environment_terms
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.flows.finite import NonFinite, check_finite
+from hybridflow.flows.step_metrics import NonFinite, check_finite
 
 LENGTHS = torch.tensor([3, 2])
 ROLLOUT = RolloutBatch(

@@ -10,7 +10,7 @@ from hybridflow.batch import RolloutBatch, Tokens, response_mask
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import GRPO, PPO, RLOO, Custom, Distill
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
-from hybridflow.placement.deferred_log_probs import asks_for_log_probs, first_step_tells, rows_told
+from hybridflow.placement.overlapped_scoring import asks_for_log_probs, first_step_tells, rows_told
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.first_step_worker import CASES
 from tests.launch import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.flows.run import Known
+from hybridflow.flows.known import Known
 
 
 def test_tensors_go_by_the_names_they_were_asked_for() -> None:

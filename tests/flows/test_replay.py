@@ -21,7 +21,7 @@ from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches,
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.routing_records import RoutingRecords
-from hybridflow.trainers.inspection import config_for_inspection
+from hybridflow.trainers.online import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.rollout.environment import set_environment
+from hybridflow.rollout.device import set_environment
 from hybridflow.trainers.online import OnlineTrainer
 
 CYCLES = 5

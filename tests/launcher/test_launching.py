@@ -11,11 +11,10 @@ import pytest
 
 from hybridflow.launcher.arguments import LaunchOptions, parse
 from hybridflow.launcher.attempt import RANK_ENDED
-from hybridflow.launcher.checks import differences, missing, too_few_gpus, unlike_gpus
 from hybridflow.launcher.experiment import Experiment
 from hybridflow.launcher.here import this_node, wait_for_name
 from hybridflow.launcher.hostfile import LaunchError, LaunchHost
-from hybridflow.launcher.job import known_address
+from hybridflow.launcher.job import differences, known_address, missing, too_few_gpus, unlike_gpus
 from hybridflow.launcher.output import Output
 from hybridflow.launcher.torchrun import Torchrun
 from tests.forks import ROOT

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models import expert_dispatch, layer_classes
-from hybridflow.models.deep_ep import DeepEP, why_not_deep_ep
 from hybridflow.models.expert_dispatch import AllToAll, TokenDispatcher
 from hybridflow.models.expert_rows import KernelsByTorch
 from hybridflow.models.experts import Experts, MixtureOfExperts
 from hybridflow.models.layers import SwiGLUFunction
-from hybridflow.models.token_dispatchers import token_dispatcher
+from hybridflow.models.token_dispatchers import DeepEP, token_dispatcher, why_not_deep_ep
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Cut, Layout, Place

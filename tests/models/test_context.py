@@ -14,11 +14,12 @@ from hybridflow.models.context import (
     Context,
     ContextSpans,
     SharedOutputs,
+    attention_to_whole,
+    context_attention,
     most_tokens,
     pieces_of,
     places,
 )
-from hybridflow.models.context_attention import attention_to_whole, context_attention
 from hybridflow.models.delta_rule import NO_PARENT, Sequences
 from hybridflow.models.micro_batch import padding
 from hybridflow.models.shared_prompt import AttentionKernel, MergedCalls

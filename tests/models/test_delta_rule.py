@@ -21,7 +21,7 @@ from hybridflow.models.delta_rule import (
     delta_rule,
     delta_rule_with_states,
 )
-from hybridflow.models.delta_rule_on_gpus import delta_rule_by_fla
+from hybridflow.models.layer_classes import delta_rule_by_fla
 from hybridflow.models.shared_prompt import SharedPrompts
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 16, 8, 4

@@ -5,8 +5,7 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from hybridflow.models.expert_groups import ExpertGroups
-from hybridflow.models.experts import NarrowSigmoidRouter, SigmoidRouter
+from hybridflow.models.experts import ExpertGroups, NarrowSigmoidRouter, SigmoidRouter
 from tests.models.test_experts import config
 
 

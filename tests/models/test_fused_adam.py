@@ -15,7 +15,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.models import optimizer
 from hybridflow.models.build import build_model
 from hybridflow.models.memory import HostMemory
-from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
+from hybridflow.models.optimizer import num_steps, owned_states, set_num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout

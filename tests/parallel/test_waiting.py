@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.parallel import waiting
-from hybridflow.parallel.collectives import Collectives
-from hybridflow.parallel.waiting import WaitingTime
+from hybridflow.parallel import collectives
+from hybridflow.parallel.collectives import Collectives, WaitingTime
 
 
 class Stream:
@@ -67,7 +66,7 @@ def test_seconds_between_events_add_up_and_events_are_used_again(stream: Stream)
 
 
 def test_nobody_waits_for_the_stream_while_events_pile_up(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST_PENDING", 2)
+    monkeypatch.setattr(collectives, "MOST_PENDING", 2)
     time = WaitingTime()
     for _ in range(5):
         hold_up(time, stream, 1.0)  # none has passed, and none is read

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hybridflow.architecture.spec import read_spec
-from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks
+from hybridflow.placement.kv_cache import CacheBlocks, cache_blocks
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 WHOLE = {"itemsize": 2, "least_tokens": 16, "step_tokens": 8192}

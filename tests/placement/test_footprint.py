@@ -21,7 +21,6 @@ from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.config.recompute import Recompute
 from hybridflow.parallel.layout import Cut, Layout
-from hybridflow.placement.cache_blocks import CacheBlocks
 from hybridflow.placement.footprint import (
     Footprint,
     chunks_in_flight,
@@ -37,7 +36,7 @@ from hybridflow.placement.footprint import (
     together,
     training_activation_bytes,
 )
-from hybridflow.placement.kv_cache import KVCacheSize
+from hybridflow.placement.kv_cache import CacheBlocks, KVCacheSize
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 from tests.tiny_models import make_checkpoints

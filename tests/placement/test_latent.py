@@ -10,9 +10,8 @@ from hybridflow.architecture.mixers.known import MIXERS
 from hybridflow.architecture.mixers.mixer import LayerCache
 from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import ConfigError
-from hybridflow.placement.cache_blocks import CacheBlocks, cache_blocks
-from hybridflow.placement.kv_cache import tokens_of_block
-from hybridflow.rollout.attention import check_head_size
+from hybridflow.placement.kv_cache import CacheBlocks, cache_blocks, tokens_of_block
+from hybridflow.rollout.runner import check_head_size
 from tests.tiny_models import make_checkpoints
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"

@@ -13,7 +13,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import embedding
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.reshard import ReshardForecast
-from hybridflow.reshard import packing as parcels
+from hybridflow.reshard import slices as parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard

@@ -7,8 +7,8 @@ import pytest
 
 from hybridflow.errors import RunDirError
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.recording.layout import RunLayout, read_layout
 from hybridflow.recording.recorder import record_run
+from hybridflow.recording.run_dir import RunLayout, read_layout
 from tests.recording.test_resume import config
 
 ROLES = {"actor": Layout(2, 1, 1, (0, 1, 2, 3), cp=2), "reward.models.0": Layout(1, 2, 1, (4, 6), vpp=2)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.recording.layout import write_layout
+from hybridflow.recording.run_dir import write_layout
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> & 7 < 8"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hybridflow.reporting.axes import axes
-from hybridflow.reporting.points import MOST
+from hybridflow.reporting.page import MOST, axes
 
 SECONDS, RATE = "time/iteration_seconds", "train/tokens_per_sec"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.layout import Layout
-from hybridflow.recording.layout import RunLayout
+from hybridflow.recording.run_dir import RunLayout
 from hybridflow.recording.writers import ExpertsLoadWriter
 from hybridflow.reporting.page import data, embedded, is_flat, page
 from hybridflow.reporting.runs import read_runs

@@ -2,7 +2,7 @@
 
 import math
 
-from hybridflow.reporting.points import points
+from hybridflow.reporting.page import points
 
 NAN, INF = math.nan, math.inf
 

@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.errors import ConfigError, RunDirError
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.recording.layout import RunLayout
+from hybridflow.recording.run_dir import RunLayout
 from hybridflow.reporting.runs import Samples, read_runs, read_samples, spaced
 from tests.messages import like
 from tests.reporting.run_dirs import HOSTILE, make_run

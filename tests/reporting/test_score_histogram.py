@@ -2,8 +2,8 @@
 
 import math
 
+from hybridflow.reporting.page import BINS, score_histogram
 from hybridflow.reporting.runs import Samples
-from hybridflow.reporting.score_histogram import BINS, score_histogram
 
 
 def rows(*scores: object, kind: str = "train") -> list[dict]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.placement.reshard import ReshardForecast
 from hybridflow.reshard import execute
-from hybridflow.reshard import packing as parcels
+from hybridflow.reshard import slices as parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import ReshardPlan, Way
 from hybridflow.reshard.reserved import Reserved

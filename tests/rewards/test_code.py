@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hybridflow.rewards import code, passes_tests
-from hybridflow.rewards.code import RUNNER
-from hybridflow.rewards.code_blocks import program_in
-from hybridflow.rewards.python_tests import deciding
+from hybridflow.rewards.code import RUNNER, program_in
+from hybridflow.rewards.code_tests import deciding
 
 pytestmark = pytest.mark.slow  # waits for processes
 

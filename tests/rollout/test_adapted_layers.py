@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.rollout.adapted_layers import AdaptedLinearMethod, add_adapters
 from hybridflow.rollout.adapters import EngineAdapters
+from hybridflow.rollout.loader import AdaptedLinearMethod, add_adapters
 from tests.launch import ROOT
 
 RANK, SCALE, OUTPUTS = 3, 2.0, (8, 4, 4)

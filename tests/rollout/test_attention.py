@@ -12,7 +12,7 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import ConfigError
 from hybridflow.inspection.attention import attention_findings, attention_in_use, training_attention
 from hybridflow.parallel.versions import installed_set
-from hybridflow.rollout.attention import (
+from hybridflow.rollout.runner import (
     BLACKWELL_ORDER,
     CPU_HEADS,
     CUDA_ORDER,

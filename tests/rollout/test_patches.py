@@ -12,7 +12,7 @@ import vllm
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import SEEN
 from hybridflow.rollout import device, patches
-from hybridflow.rollout.environment import set_environment
+from hybridflow.rollout.device import set_environment
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ NAMES = {
         "RotaryEmbedding._match_cos_sin_cache_dtype",
     ),
     "vllm.model_executor.layers.attention.attention": ("get_attention_context",),
-    # cpu/engine/sampling.py
+    # cpu/engine/patches.py
     "vllm.v1.sample.sampler": (*("Sampler.forward", "Sampler.apply_logits_processors", "Sampler.apply_temperature"),),
     "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput", "LogprobsLists"),
     # cpu/engine/decoding.py

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.errors import RewardError, Stopped
 from hybridflow.parallel.seeds import request_seed
-from hybridflow.rollout import known_failures
+from hybridflow.rollout import generation
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.row import BEGINS, SAMPLED, RolloutRow
 from hybridflow.rollout.rows import EngineCall, ReplicaRows, TurnEvent, TurnRow
@@ -62,16 +62,16 @@ def test_only_errors_of_whole_replicas_wait_for_the_other_ranks(
 ) -> None:
     """An engine of several ranks cannot go on where one of them has failed: the others do not come."""
     met: list[Exception | None] = []
-    monkeypatch.setattr(known_failures, "raise_known", lambda own, group: met.append(own))
+    monkeypatch.setattr(generation, "raise_known", lambda own, group: met.append(own))
 
     def generate() -> None:
         raise error
 
     if known:
-        assert known_failures.or_known(generate, None, None, size=size) is None and met == [error]
+        assert generation.or_known(generate, None, None, size=size) is None and met == [error]
         return
     with pytest.raises(type(error)):
-        known_failures.or_known(generate, None, None, size=size)
+        generation.or_known(generate, None, None, size=size)
     assert not met
 
 

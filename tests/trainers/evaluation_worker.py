@@ -11,8 +11,7 @@ from hybridflow.cli.evaluate import evaluated_model
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.evaluation import evaluation_tree
 from hybridflow.parallel import platform as platforms
-from hybridflow.trainers.evaluation import Evaluator
-from hybridflow.trainers.evaluation_results import write_results
+from hybridflow.trainers.evaluation import Evaluator, write_results
 from hybridflow.trainers.online import OnlineTrainer
 
 

@@ -1,14 +1,15 @@
 """What one rank does: products by shape, attention, log-probs of logits, and passes over memory."""
 
 import itertools
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import grouped_mm, linear
 
-from hybridflow.automap.profiling.clock import seconds_of
 from hybridflow.automap.role_time import BACKWARD_ATTENTION
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.layer_classes import attention_functions
@@ -136,3 +137,28 @@ def logit_rates(device: torch.device, alone_group: dist.ProcessGroup) -> tuple[f
     both = seconds_of(lambda: forward().backward(), device=device) - 2 * copied
     size = rows * columns
     return size / max(alone, copied), size / max(both - alone, copied)
+
+
+REPEATS = 3  # of which the median counts
+
+
+def seconds_of(work: Callable[[], object], *, least: float = 0.03, device: torch.device | None = None) -> float:
+    """Of one call, after one that does not count: the median of runs that take `least` seconds each."""
+    synchronize = torch.cuda.synchronize if device is not None and device.type == "cuda" else _nothing
+    work()
+    synchronize()
+    once = _timed(work, 1, synchronize)
+    count = max(1, round(least / max(once, 1e-9)))
+    return statistics.median(_timed(work, count, synchronize) for _ in range(REPEATS))
+
+
+def _timed(work: Callable[[], object], count: int, synchronize: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        work()
+    synchronize()
+    return (time.perf_counter() - begin) / count
+
+
+def _nothing() -> None:
+    pass

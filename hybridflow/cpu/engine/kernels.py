@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.cpu.kernels.layers import add_rms_norm, rms_norm, swiglu
+from hybridflow.cpu.kernels.library import DTYPES
 from hybridflow.cpu.kernels.linear import linear
 from hybridflow.cpu.kernels.matrix import has_units
 from hybridflow.cpu.kernels.paged import STEP, attend, store
-from hybridflow.cpu.kernels.threads import DTYPES
 from hybridflow.cpu.megatron.products import compiles_for_shapes, mkl_is_slow, repeated
 
 Methods = dict[str, Callable[..., Any]]

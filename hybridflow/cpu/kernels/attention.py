@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.library import fields, library, run
 from hybridflow.cpu.kernels.matrix import has_units
-from hybridflow.cpu.kernels.threads import fields, run
 
 Stretch = tuple[int, int]  # first token, length
 # tokens of a stretch, in the mean of an item, from which on matrix units multiply faster (tests.bench.kernels)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.library import fields, library
 from hybridflow.cpu.kernels.linear import units_pay
-from hybridflow.cpu.kernels.threads import fields
 
 KINDS = ("products", "attention", "elementwise")  # of work, whose seconds decoder.c tells apart
 WEIGHTS = (

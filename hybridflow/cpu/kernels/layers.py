@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import fields, run
+from hybridflow.cpu.kernels.library import fields, library, run
 
 BLOCK = 64  # rows that a thread takes at a time: of layers.c
 RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(6)

@@ -9,9 +9,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.library import fields, library, run
 from hybridflow.cpu.kernels.matrix import has_units
-from hybridflow.cpu.kernels.threads import fields, run
 
 BLOCK = 64  # outputs that a thread takes at a time: of linear.c
 FEWEST = {torch.float32: 17, torch.bfloat16: 1}  # rows for which matrix units pay (tests.bench.few_rows)

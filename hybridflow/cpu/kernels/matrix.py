@@ -10,8 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import fields, run
+from hybridflow.cpu.kernels.library import fields, library, run
 
 SIDE = 32  # rows and columns of a block: of tiles.h
 WIDTH = 768  # columns at a time, for each of which a is read again: of matrix.c

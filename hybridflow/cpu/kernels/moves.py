@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import run
+from hybridflow.cpu.kernels.library import library, run
 
 Move = tuple[int, int]  # to block, from block
 

@@ -10,8 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import fields, run
+from hybridflow.cpu.kernels.library import fields, library, run
 
 TOKENS = 16  # that a thread writes into the cache at a time: of paged.c
 STEP = 16  # a block's tokens and a head's dimensions are multiples of it

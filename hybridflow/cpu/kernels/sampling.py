@@ -10,8 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import fields, run
+from hybridflow.cpu.kernels.library import fields, library, run
 
 
 class Draw(ctypes.Structure):

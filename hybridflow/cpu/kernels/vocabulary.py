@@ -8,8 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.threads import fields, run
+from hybridflow.cpu.kernels.library import fields, library, run
 
 BLOCK = 16  # rows that a thread takes at a time: of vocabulary.c
 

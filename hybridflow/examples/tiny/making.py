@@ -13,11 +13,13 @@ from hybridflow.examples.tiny.task import (
     TaskSplit,
     draw_wrong,
     split_problems,
+    split_products,
     write_answers,
+    write_conversations,
     write_judged,
+    write_products,
     write_prompts,
 )
-from hybridflow.examples.tiny.tools_task import split_products, write_conversations, write_products
 
 ABLE = ("num_epochs=null", "num_iterations=150", "actor.optimizer={lr: 1.0e-3, schedule: cosine}")
 # A constant rate, and as long as it takes: how fast the model finds the task depends on the seed and, by the order of

@@ -17,8 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hybridflow.examples.tiny.task import SPECIAL_PIECES, Problem, is_right, write_tokenizer
-from hybridflow.examples.tiny.tools_task import write_tools_tokenizer
+from hybridflow.examples.tiny.task import SPECIAL_PIECES, Problem, is_right, write_tokenizer, write_tools_tokenizer
 
 
 @dataclass(frozen=True)

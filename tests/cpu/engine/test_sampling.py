@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.engine import sampling
+from hybridflow.cpu.engine import patches
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 ROWS, VOCABULARY = 6, 300
@@ -65,8 +65,8 @@ def by_both(sampler: Any, monkeypatch: pytest.MonkeyPatch, **changes: object) ->
     for ours in (True, False):
         with monkeypatch.context() as patched:
             if not ours:
-                patched.setattr(sampling, "draw", None)
-                patched.setattr(sampling, "_draws_from_all", lambda *args: False)
+                patched.setattr(patches, "draw", None)
+                patched.setattr(patches, "_draws_from_all", lambda *args: False)
             metadata = about(**changes)
             found.append([sampler.forward(logits(step), metadata) for step in range(3)])
     return found[0], found[1]
@@ -109,13 +109,13 @@ def test_tokens_are_vllms(sampler: Any, changes: dict, monkeypatch: pytest.Monke
 def test_what_else_is_asked_for_stays_vllms(
     sampler: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "draw", None)  # would fail
+    monkeypatch.setattr(patches, "draw", None)  # would fail
     found = sampler.forward(logits(0), about(**{name: value}))
     assert found.sampled_token_ids.shape == (ROWS, 1)
 
 
 def test_greedy_tokens_stay_vllms(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "draw", None)
+    monkeypatch.setattr(patches, "draw", None)
     greedy = about(all_random=False, all_greedy=True, temperature=None, generators={})
     assert sampler.forward(logits(0), greedy).sampled_token_ids[:, 0].tolist() == logits(0).argmax(1).tolist()
 
@@ -123,5 +123,5 @@ def test_greedy_tokens_stay_vllms(sampler: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_generator_goes_on_as_vllm_has_it() -> None:
     """One number a token: what is drawn later depends on it."""
     mine, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
-    drawn = [sampling._seeds({0: mine}).item() for _ in range(5)]
+    drawn = [patches._seeds({0: mine}).item() for _ in range(5)]
     assert drawn == [torch.randint(0, 2**31, (1,), generator=theirs).item() for _ in range(5)]

@@ -10,7 +10,7 @@ from torch.distributed import _coalescing_manager
 from torch.multiprocessing.spawn import spawn
 
 from hybridflow.cpu import peer_memory
-from hybridflow.cpu.megatron import flat_buffers
+from hybridflow.cpu.megatron import overlays
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ ORDERED, LARGE = (1e8, 1.0, -1e8), 5000
 
 def measure(rank: int, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=NUM_RANKS)
-    flat_buffers.CHUNK_BYTES = 4096  # so that parts are of several
+    overlays.CHUNK_BYTES = 4096  # so that parts are of several
     found = {}
     for way in WAYS:
         if way == "messages" and rank == 1:
@@ -34,11 +34,11 @@ def measure(rank: int, out: str) -> None:
 
 def results(rank: int, group: dist.ProcessGroup) -> dict:
     def gather(output: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        flat_buffers.all_gather_into_tensor(output, own, group=group, async_op=False)
+        overlays.all_gather_into_tensor(output, own, group=group, async_op=False)
         return output
 
     def reduce(output: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        flat_buffers.reduce_scatter_tensor(output, whole, op=dist.ReduceOp.SUM, group=group, async_op=False)
+        overlays.reduce_scatter_tensor(output, whole, op=dist.ReduceOp.SUM, group=group, async_op=False)
         return output
 
     found = {"gathered": gather(torch.zeros(6, dtype=torch.bfloat16), torch.full((2,), rank + 0.5).bfloat16())}
@@ -50,15 +50,15 @@ def results(rank: int, group: dist.ProcessGroup) -> dict:
     with _coalescing_manager(group, async_ops=False):  # as megatron calls them
         found["together"] = [reduce(torch.zeros(2), torch.full((6,), float(rank + k))) for k in range(3)]
     started = torch.zeros(NUM_RANKS)
-    work = flat_buffers.all_gather_into_tensor(started, torch.tensor([rank + 1.0]), group=group, async_op=True)
+    work = overlays.all_gather_into_tensor(started, torch.tensor([rank + 1.0]), group=group, async_op=True)
     work.wait()
     found["started"] = started
     largest = torch.zeros(1)
-    flat_buffers.reduce_scatter_tensor(
+    overlays.reduce_scatter_tensor(
         largest, torch.full((NUM_RANKS,), rank + 1.0), op=dist.ReduceOp.MAX, group=group, async_op=False
     )
     found["largest"] = largest
-    found["reads"] = len(flat_buffers._readable(group))
+    found["reads"] = len(overlays._readable(group))
     return found
 
 

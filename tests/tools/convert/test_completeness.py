@@ -12,7 +12,7 @@ from hybridflow.architecture.parts import Block, blocks
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weight_files import write_distributed
-from hybridflow.convert import chunks as chunks_module
+from hybridflow.convert import to_megatron as chunks_module
 from hybridflow.convert.survey import open_survey
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.convert.to_megatron import make_plan, to_megatron

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.convert.chunks import own_share
 from hybridflow.convert.processes import Processes
 from hybridflow.convert.survey import open_survey
 from hybridflow.convert.to_huggingface import own_files, to_huggingface
-from hybridflow.convert.to_megatron import make_plan, to_megatron
+from hybridflow.convert.to_megatron import make_plan, own_share, to_megatron
 from hybridflow.convert.verify import verify
 from tests.launch import run_ranks, torchrun
 from tests.tools.convert.tiny import INDEX, Models, assert_same_bytes, left_in
