@@ -84,7 +84,7 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, *, lengths: Tenso
 
 
 def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
-    """A lambda that grows with the response: the response's end reaches back over about the same share of tokens.
+    """A lambda for each sequence: the horizon 1 / (1 - lambda) is alpha times the response length.
 
         lambda_i = 1 - 1 / (alpha l_i), held within [0, 1]
 

@@ -31,7 +31,7 @@ def avg_at_k(right: Tensor) -> Tensor:
 
 
 def pass_at_k(right: Tensor, k: int) -> Tensor:
-    """The probability that one of k responses is right: without bias, from n >= k responses.
+    """The probability that at least one of k responses is right: an unbiased estimate from n >= k responses.
 
         1 - C(n - c, k) / C(n, k)
 

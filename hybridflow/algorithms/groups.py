@@ -149,7 +149,7 @@ def _groups(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     unique: tuple[Tensor, Tensor, Tensor] = groups.unique(return_inverse=True, return_counts=True)
     _, index, counts = unique
     if (counts < 2).any():
-        raise ValueError("groups has a group of one: an advantage is relative to other responses of the same prompt")
+        raise ValueError("groups has a group of one: give each prompt at least two responses to compare")
     return index, counts
 
 

@@ -10,8 +10,8 @@ With d = log pi_t - log ref_t:
     k3+   that of k3       unbiased, never negative  that of k2
 
 The gradient is the one autograd gives: through log pi, with the sampled tokens held fixed. In the reward
-(where no gradient flows) k1 and k3 are the choices; as a loss, k2 pulls on the divergence that k1 measures, and so
-does k3+, which shows k3.
+(where no gradient flows) k1 and k3 are the choices. As a loss, k2 and k3+ give the gradient of KL(pi || ref); the
+value of k3+ is that of k3.
 Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
 """
 

@@ -288,7 +288,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "algorithm.policy.replay_routing",
         NOTICED,
         NOTICED,
-        "log-probs are of other experts now and then; responses of before have no record of the engine's",
+        "log-probs before and after come from other experts; earlier responses have no record of the engine's experts",
     ),
     _rule(
         "algorithm.loss algorithm.beta algorithm.label_smoothing algorithm.desirable_weight "

@@ -144,7 +144,7 @@ def not_compared(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def rule_of(key: str) -> ChangeRule:
-    """The rule with the most of the key in it."""
+    """The rule whose pattern names the most parts of the key without a wildcard; UNKNOWN where none matches."""
     matching = [(pattern, rule) for rule in TABLE for pattern in _patterns(rule) if _matches(key, pattern)]
     return max(matching, key=lambda found: found[0].count(".") - found[0].count("*"), default=("", UNKNOWN))[1]
 

@@ -21,7 +21,7 @@ Read = TypeVar("Read")  # what a reader makes of a file
 def write_rollout(
     directory: Path, iteration: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, *, writes: bool
 ) -> str | None:
-    """In place of the last; why they cannot be kept, where they cannot. Collective. writes: on the first rank."""
+    """Replace the saved rollout; return why that failed, or None. Collective. writes: True on the first rank alone."""
     failure = None
     if writes:
         try:

@@ -83,7 +83,7 @@ def find_checkpoints(path: Path) -> CheckpointListing:
 
 
 def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: None) -> ListedCheckpoint | None:
-    """What a checkpoint holds, and the damage; thorough: reads every byte, and calls `read` with the bytes of a block.
+    """What a checkpoint holds, and the damage. thorough: read every byte; `read` gets each block's number of bytes.
 
     None where the checkpoint is gone by the end.
     """

@@ -53,11 +53,11 @@ ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration th
 
 
 class CheckpointManager:
-    """Of one start of a run; building it is collective over the world.
+    """Loads and saves the checkpoints of one start of a run. The constructor is collective over `group`.
 
-    state: that of the checkpoint, None where the run starts anew. notes: for the person who watches.
-    saves: a replay, and what trains nothing, has nothing to save. portable: what a file of rank 0 has for the tensors
-    of a rollout, a call that is collective.
+    state: of the loaded checkpoint; None: the run starts anew. notes: lines for the user.
+    saves: False for a replay and for a run without training. portable: a collective call; on rank 0 the result has
+    the engine's experts in place of record ids.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
     if count > limit:
         raise CheckpointError(
             f"{limit} restarts in a row began after iteration {iteration}, and none came to a later checkpoint: "
-            f"checkpoint.max_restarts_without_progress = {limit}"
+            f"checkpoint.max_restarts_without_progress = {limit}. Read {run_dir}/logs, then start the run by hand"
         )
     temporary = file.with_suffix(".partial")
     run_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ def begin(root: Path, iteration: int, roles: Iterable[str]) -> Path:
 
 
 def publish(root: Path, iteration: int, partial: Path, sums: Mapping[str, FileSum]) -> Path:
-    """Make the directory that `begin` gave the checkpoint of `iteration`, once everything is in it.
+    """Rename the complete directory of `begin` to step_NNNNNN, the checkpoint of `iteration`, and point `latest` at it.
 
     sums: of files, by path below `partial`, that are on the disk already; the others are read and synced here.
     Errors: CheckpointError where a file differs from the sum that the writer, perhaps another host, has reported.
@@ -116,7 +116,7 @@ def superfluous(
     best: str,
     best_is: Literal["highest", "lowest"] = "highest",
 ) -> list[int]:
-    """Which checkpoints nobody asked to keep. Pure.
+    """The iterations of the checkpoints that no rule keeps, ascending: the caller removes them. Pure.
 
     metrics: of the iterations of all checkpoints. Those without the metric `best` are worse than any with it; of equals
     the later one is kept.

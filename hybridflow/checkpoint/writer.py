@@ -72,7 +72,7 @@ class _Save:
 
 
 class CheckpointWriter:
-    """See the module. `seconds`: those that training has waited, until somebody sets it to zero."""
+    """Saves a run (see the module). seconds: training time that saves have cost since the caller set it to zero."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Errors: as `save`."""
+        """Block until the save that is under way is over, if there is one. Errors: as `save`."""
         save = self._under_way
         if save is None:
             return

@@ -63,7 +63,7 @@ class IterationData:
         self.forget()
 
     def forget(self) -> None:
-        """Another iteration begins."""
+        """Clear the examples, metrics, score parts and deferred log-probs of the iteration before."""
         self.examples: Sequence[Example] = ()
         self.metrics: Metrics = {}
         self.score_parts: Mapping[str, Tensor] = {}

@@ -45,7 +45,7 @@ class DeferredLogProbs:
         return log_probs if self._is_taken else log_probs.index_fill(0, self._places, torch.nan)
 
     def reads_own(self, objective: PolicyObjective) -> PolicyObjective:
-        """The same objective; until the step is taken, the log-probs that it is given are the old ones."""
+        """The objective, whose old log-probs are the step's own log-probs, detached, until `mark_step_taken`."""
 
         def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
             if self._is_taken:

@@ -15,7 +15,7 @@ class PromptDraws:
         self._config, self._prompts = config, prompts
 
     def draw(self, position: int, count: int | None = None) -> PromptDraw:
-        """Those behind the first `position` ones of the run. count: of prompts; None: data.prompts_per_iteration."""
+        """The next prompts after the first `position` of the run. count: None: data.prompts_per_iteration prompts."""
         data = self._config.data
         order = self._prompts.order(self._config.seed, data.shuffle, position=position)
         first, count = order.position, data.prompts_per_iteration if count is None else count

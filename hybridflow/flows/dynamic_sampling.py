@@ -93,9 +93,9 @@ def groups_of(kept: Tensors) -> Groups:
 
 
 def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
-    """The state of a checkpoint, whose surplus has the engine's experts as a file has them. Local.
+    """Move the engine's experts from a checkpoint's surplus to `records`, and return the state without them. Local.
 
-    records: take these; None: nobody replays them.
+    records: None: the run does not replay experts, and the experts are dropped.
     """
     tensors = dict(state.kept.get(SURPLUS, {}))
     experts = tensors.pop(EXPERTS, None)

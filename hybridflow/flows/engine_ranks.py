@@ -112,7 +112,7 @@ class EnginesApart:
 
 
 class EngineRanks:
-    """Of this rank. sets: held-out sets of an evaluation, by the iteration and whether it is of all sets.
+    """The loop of a rank that generates and trains nothing. sets: (iteration, whole) -> held-out sets to evaluate.
 
     look_at_inputs: what all ranks do together before the first iteration, where an environment begins rows.
     """

@@ -95,7 +95,7 @@ class EvaluatedSet:
         return float(majority_at_k(self._by_prompt, self.answers).float().mean())
 
     def metrics(self) -> dict[str, float]:
-        """As metrics.csv has them. A set without a name has no more than one has ever had."""
+        """Metrics by name, for metrics.csv. The unnamed set gives accuracy, score mean and failed rows alone."""
         name, samples = self.heldout.name, self.heldout.samples
         found: dict[str, float | None] = {
             "eval/accuracy": self.accuracy,

@@ -81,7 +81,7 @@ class LossResult(Generic[Batch]):
 
 
 def means(each: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
-    """Of those that there is something of."""
+    """The mean of each tensor that has elements, by name."""
     return {name: values.detach().mean() for name, values in each.items() if len(values)}
 
 

@@ -89,7 +89,7 @@ class Source(Protocol):
         """Whether trained weights, and what is offloaded, are where training has left them."""
 
     def begin_run(self) -> list[str]:
-        """The run directory is there from now on. What the user should know of the rollouts of this start."""
+        """Called once, when the run directory exists. Returns lines for the user on the rollouts of this start."""
 
     def draw(self, position: int) -> PromptDraw:
         """The prompts behind the first `position` ones of the run."""
@@ -107,7 +107,7 @@ class Source(Protocol):
         """One rollout of each kind, with one reshard of the weights. A source may deliver other prompts than these.
 
         numbers: of the prompts in the data set.
-        deferred: rows of a sampled rollout of such prompts for which the actor is not asked for log-probs.
+        deferred: gives the rollout rows of these prompts whose old log-probs come from the first step.
         Errors: FlowError or DataError where the source has no such rollouts.
         """
 
@@ -120,14 +120,14 @@ class Source(Protocol):
         """Since the iteration began, or since the last call."""
 
     def metrics(self, of_trainers: Mapping[str, float | Tensor], num_trainers: int) -> Metrics:
-        """What takes the place of metrics that the ranks that train cannot know alone."""
+        """Metrics of generation, which replace those of the same name in `of_trainers`."""
 
     def state(self, state: RunState, moment: Moment) -> RunState:
-        """The state of a checkpoint, with what the source keeps beside it in `RunState.kept`.
+        """Add the source's rollouts for the next start to the state of a checkpoint, in `RunState.kept`.
 
-        after: of the last whole iteration, also of one that lost its step. stopped, failed: before an iteration that
-        ends early, by a request or by an error.
+        moment: after: `state` follows a complete iteration, also one without its step. stopped, failed: `state` comes
+        before an iteration that a request or an error ended.
         """
 
     def close(self, *, saved: bool | None) -> None:
-        """The run ends. saved: of a run that was stopped; None: all is done."""
+        """End the source with the run. saved: whether a stopped run has a checkpoint; None: the run is complete."""

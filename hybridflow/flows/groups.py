@@ -109,7 +109,7 @@ def maxrl(run: Run, c: MaxRL) -> GroupBatch:
             row = int(scores.argmin())
             raise RewardError(
                 f"the score of row {row} is {float(scores[row])}: maxrl divides by the mean score of a group, none may "
-                f"be negative"
+                f"be negative. Give rewards of at least 0, or choose another algorithm"
             )
         return mean_normalized_advantages(scores, rollout.prompt_indices)
 

@@ -28,7 +28,7 @@ class Known:
         vars(self).update(tensors)
 
     def __getattr__(self, name: str) -> Tensor:
-        raise AttributeError(f"run.whole was not asked for {name}; it gave {', '.join(vars(self)) or 'nothing'}")
+        raise AttributeError(f"pass {name}=... to run.whole, which gave only {', '.join(vars(self)) or 'nothing'}")
 
 
 def exchanged(

@@ -45,7 +45,7 @@ class Roles:
         return known
 
     def portable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors of a rollout as rank 0 writes them to a file. Collective over the world."""
+        """On rank 0, the tensors with the engine's experts for record ids. Collective over the ranks that train."""
         return tensors if self.actor is None or self.actor.records is None else self.actor.records.portable(tensors)
 
     def saved(self, kl: KL) -> tuple[SavedRole, ...]:

@@ -51,12 +51,12 @@ from hybridflow.rollout.rows import TurnCounts
 
 NEXT = "next_rollout"  # in `RunState.kept`: a rollout's tensors, and these
 PROMPTS, NUMBERS, REPORT = "prompts", "numbers", "report"
-EARLIER = "rollout.max_staleness: a rollout is under way before the flow asks for it, so that the flow may ask for"
+EARLIER = "Set rollout.max_staleness=0 for this flow. While engines generate ahead, a flow may ask in an iteration for"
 
 
 @dataclass(eq=False)
 class PlannedRollout:
-    """asked: once engines have begun. rollout, report: once they have handed it over."""
+    """A rollout that engines generate. asked: set when engines begin. rollout, report: set when engines deliver."""
 
     draw: PromptDraw
     iteration: int = 0  # of the seeds
@@ -76,10 +76,10 @@ class PlannedRollout:
 
 
 class OneStepOff:
-    """See `Source`: of the ranks that train. Engines take part in what is collective.
+    """The `Source` on the ranks that train. Engine ranks take part in the collectives by `orders`.
 
-    everyone: the exchange of all ranks. stop: takes the wish of an engine's rank that the run end. kept: the rollout
-    that a checkpoint has. goes_on: there is a checkpoint.
+    everyone: the exchange of all ranks. stop: called when an engine rank has a request to end. kept: the next rollout
+    of a checkpoint. goes_on: whether this start has a checkpoint.
     """
 
     models_in_place = True

@@ -43,7 +43,7 @@ from hybridflow.rollout.row import RUNNING, RolloutRow
 UNDER_WAY = "under_way"  # in `RunState.kept`
 CACHE = "kv_cache_bytes"
 _Kept = tuple[dict[str, Tensor], list[list[RecordedPiece]]]  # tensors of a file, and the engine's experts of each row
-ONE_ROLLOUT = "rollout.partial: prompts are answered when their groups are whole, so that the flow may ask for"
+ONE_ROLLOUT = "Set rollout.partial=null rollout.max_staleness=0 for this flow. Partial rollouts allow"
 
 
 class Partial:

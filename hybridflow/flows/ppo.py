@@ -3,7 +3,7 @@
 Choices: the score is earned by the last response token (of each branch, where a row has several); the KL is taken off
 each token's reward (or is in the loss), at the sampling temperature; advantages are whitened over the batch; values are
 clipped near the old ones. The returns that the critic learns may have a lambda of their own, and the advantages one
-that grows with the response (VC-PPO, VAPO). What scores above 0 may be learnt by heart besides (VAPO).
+that grows with the response (VC-PPO, VAPO). Responses with a score above 0 may add an NLL term (VAPO).
 """
 
 from dataclasses import dataclass

@@ -77,7 +77,7 @@ class Run(IterationData):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a KL to a reference; without one none is loaded."""
+        """Whether algorithm.kl adds a KL to the reference. A flow without this KL may still have a reference."""
         return self._online.algorithm.kl.use != "none"
 
     @property
@@ -198,7 +198,7 @@ class Run(IterationData):
     def whole(self, batch: RolloutBatch | None = None, /, **asked: Pending | Tensor) -> Known:
         """Exchange what each rank has computed, once, and return whole tensors by name. Waits for all ranks.
 
-        batch: whose rows or tokens the tensors count; None for the last rollout. Errors: NonFinite.
+        batch: names the row in NonFinite; None: the last rollout. Errors: NonFinite for a NaN or an infinity.
         """
         known, parts = exchanged(asked, self._book.exchange, self.rollout if batch is None else batch)
         for name, x in asked.items():

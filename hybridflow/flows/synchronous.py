@@ -72,7 +72,7 @@ class SharedEngine:
     def heldout_responses(
         self, sets: Sequence[HeldoutSet], show: Callable[[HeldoutSet], None] = lambda heldout: None
     ) -> list[tuple[HeldoutSet, RolloutBatch]]:
-        """To held-out prompts, outside any iteration: seeds go by the set, and are no iteration's. show: what comes."""
+        """Responses to each held-out set. Seeds depend on the set's name, on no iteration. show: called before each."""
         found = []
         with self.awake():
             for heldout in sets:

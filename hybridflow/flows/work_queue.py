@@ -80,7 +80,7 @@ class WorkQueue:
         return found
 
     def take(self, model: int, unit: int) -> bool:
-        """Whether no replica has taken it for this model, and this one has now."""
+        """Claim the unit for this model: True where this replica is the first to claim."""
         key, mine = f"taken/{model}/{unit}", f"{self._own.rollout} {self._replica}"
         before = self._notices.read(key) or ""
         if before.partition(" ")[0] == str(self._own.rollout):

@@ -2,7 +2,7 @@
 
 By torch's variable-length flash attention in 16 bits. In float32 by scaled_dot_product_attention, once for every run of
 sequences of equal length: micro-batches are ordered by length, so a run is a plain view and nothing is padded. Where
-responses share a prompt: `shared_prompt`. `build` may choose other functions, as on a CPU.
+responses share a prompt: `shared_prompt`. `layer_classes` may choose other functions, as on a CPU.
 """
 
 from collections.abc import Callable
@@ -285,7 +285,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 
 
 def flash_or_exact(dtype: torch.dtype) -> Attend:
-    """On GPUs: flash attention takes 16-bit types only."""
+    """Attention on GPUs: torch's flash attention in 16 bits, scaled_dot_product_attention in float32."""
     if dtype == torch.float32:
         return choose_by_sharing(attention_by_length, attention_with_copies)
     return choose_by_sharing(_flash_attention, partial(merged_attention, kernel=VARLEN))

@@ -48,7 +48,8 @@ def attend_on_gpus(dtype: torch.dtype, backend: str) -> Attend:
     """backend: "flash" or "fused", which float32 has nothing to do with. Errors: UserError where "fused" cannot be."""
     if dtype != torch.float32 and backend == "fused":
         if (reason := why_not_fused()) is not None:
-            raise UserError(f"megatron_arguments.attention_backend = fused: takes cuDNN's attention; {reason}")
+            key = "megatron_arguments.attention_backend"
+            raise UserError(f"{key} = fused: takes cuDNN's attention; {reason}. Write {key} = flash")
         return by_kernel(FUSED)
     if dtype != torch.float32:
         why_not_flash3()

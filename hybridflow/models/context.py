@@ -179,7 +179,7 @@ Arrival = Callable[[], Tensor]
 
 
 def begin_gather(own: Tensor, context: Context) -> Arrival:
-    """(n, ...) of each rank -> what is called for the (c n, ...) of all. own: as long on every rank."""
+    """Start an all-gather of (n, ...); the returned function waits for (c n, ...). own: as long on every rank."""
     own = own.detach().contiguous()
     whole = own.new_empty(context.size * len(own), *own.shape[1:])
     work = dist.all_gather_into_tensor(whole, own, group=context.group, async_op=True)
@@ -212,14 +212,14 @@ class OfAllRanks(torch.autograd.Function):
 
 
 def sum_at_owners(of_all: Tensor, context: Context) -> Tensor:
-    """(c n, ...) that each rank has found for all -> (n, ...) of this rank."""
+    """Reduce-scatter: (c n, ...) summands of each rank for all tokens -> (n, ...) sums for this rank's tokens."""
     own = of_all.new_empty(len(of_all) // context.size, *of_all.shape[1:])
     dist.reduce_scatter_tensor(own, of_all.contiguous(), group=context.group)
     return own
 
 
 def exchanged(parts: Tensor, context: Context) -> Tensor:
-    """(c, n, ...), a part for each rank -> (c, n, ...), a part of each rank."""
+    """All-to-all with gradients: (c, n, ...), a part for each rank -> (c, n, ...), a part from each rank."""
     found: Tensor = Exchanged.apply(parts, context)
     return found
 

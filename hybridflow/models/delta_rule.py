@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, sequences: Sequences) -> Tensor:
-    """(t, hk, dk) queries and keys of any length, (t, hv, dv) values, (t, hv) g and beta -> (t, hv, dv).
+    """(t, hk, dk) queries and keys, normalized here, (t, hv, dv) values, (t, hv) g and beta -> (t, hv, dv).
 
     hv is a multiple of hk: value heads in a row share a key head. Computed in float32 or wider.
     """

@@ -29,8 +29,8 @@ COLUMNS, WARPS = 1024, 4  # of a block of a row
 
 
 class KernelsByTriton:
-    """See `expert_rows.ExpertKernels`. counts_on_device: rows for all copies, where the caller does not know how many
-    there are; else that number is read back, but in passes without gradients."""
+    """See `expert_rows.ExpertKernels`. counts_on_device: `order` makes rows for all copies where num_rows is None.
+    False: in passes with gradients the host reads the number of rows back."""
 
     def __init__(self, *, counts_on_device: bool = True) -> None:
         self._counts_on_device = counts_on_device

@@ -83,7 +83,7 @@ class SigmoidRouter(Router):
         self.expert_bias = nn.Parameter(torch.zeros(len(self.weight)), requires_grad=False)
 
     def keep_float32(self) -> None:
-        """After a cast."""
+        """Cast the weight and the bias back to float32, after a cast of the model."""
         self.float()
 
     def forward(self, tokens: Tensor, engine_tk: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Which kernels training takes on GPUs, for people: one line when a run starts, with what was not taken and why.
 
-What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer.
+The choices are made in `layer_classes` (layers, gradient accumulation), `attention_backends` and megatron (Adam).
 """
 
 import importlib

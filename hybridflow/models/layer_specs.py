@@ -57,7 +57,7 @@ def transformer_config(
     recompute: Recompute,
     arguments: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """arguments: of megatron's that a config gives, in place of ours."""
+    """megatron's config of this model on this grid. arguments: the user's, which override ours."""
     traits = spec.traits
     ours: dict[str, Any] = dict(
         num_layers=spec.num_layers,

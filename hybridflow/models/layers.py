@@ -27,7 +27,7 @@ class KeepsFloat32(Protocol):
     """A module with parameters that are float32 in a model of any dtype."""
 
     def keep_float32(self) -> None:
-        """After a cast of the model."""
+        """Cast such parameters back to float32, after a cast of the model."""
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -51,9 +51,9 @@ class Released:
 class HostMemory:
     """Where storages wait: blocks in host memory, page-locked where there is CUDA.
 
-    kept: between the times that something waits there; None: where it is page-locked. Such memory is slow to make and
-    never goes back to the system, and other memory would be held twice while models train. torch's allocator gives it
-    in powers of two, so it is taken in blocks of one, and a storage may lie in several.
+    kept: `done` keeps the blocks; None: where they are page-locked. Page-locked memory is slow to make and never goes
+    back to the system. Other memory would be held twice while models train. torch's allocator gives page-locked memory
+    in powers of two: a block has such a size, and a storage may lie in several blocks.
     """
 
     def __init__(self, *, kept: bool | None = None, block_bytes: int = BLOCK_BYTES) -> None:

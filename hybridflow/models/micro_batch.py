@@ -26,7 +26,7 @@ Padded = Callable[[int], int]  # of so many tokens: with the padding behind them
 
 
 def padding(multiple: int, rounded: Callable[[int], int] = int) -> Padded:
-    """To a multiple, as sequence parallelism splits tokens evenly; rounded: of the rows of one part."""
+    """A function: tokens -> tokens and padding, a multiple of `multiple`. rounded: rounds the tokens of one part up."""
     return lambda tokens: multiple * rounded(-(-tokens // multiple))
 
 

@@ -23,11 +23,11 @@ class LinearClasses:
     row: LinearClass
 
     def by_rows(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
-        """Cut by rows: reads all tokens, and gives this rank's outputs."""
+        """megatron's column-parallel layer: reads all tokens, and gives the outputs of this rank's rows of W."""
         return self.column(inputs, outputs, gather_output=False, **_options(config, groups, skip_bias_add=False))
 
     def by_columns(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
-        """Cut by columns: reads this rank's inputs, and gives the sum over the ranks."""
+        """megatron's row-parallel layer: reads this rank's columns of inputs, and gives the sum over the ranks."""
         return self.row(inputs, outputs, input_is_parallel=True, **_options(config, groups, skip_bias_add=True))
 
 

@@ -123,7 +123,7 @@ def _sum_gradients(
 
 
 def meet_neighbours(group: dist.ProcessGroup, device: torch.device, *, wraps: bool) -> None:
-    """By the groups and in the order of megatron's schedules: each two stages get a communicator of their own.
+    """Send a number to each neighbouring stage, by megatron's P2P calls: NCCL then makes the stages' communicators.
 
     wraps: the last stage sends to the first, as stages do that have several chunks of the model.
     """

@@ -40,7 +40,7 @@ def add_own_modules(config: TransformerConfig, recompute: Recompute) -> None:
 
 
 def runs_again(config: TransformerConfig, module: str) -> bool:
-    """Whether a module is computed again by itself: not in a layer, or in a mixture, that is computed again whole."""
+    """Whether a module is recomputed on its own: not where the whole layer, or the whole mixture, is recomputed."""
     if config.recompute_granularity != "selective":
         return False
     modules = config.recompute_modules or ()

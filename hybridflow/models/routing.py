@@ -243,7 +243,7 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 
 def count_load(router: Any, arguments: object, output: tuple[Tensor, Tensor]) -> None:
-    """A router's forward hook: the experts that the router gives out count, the engine's where they are replayed."""
+    """A router's forward hook: adds the chosen experts to the load; with replay the engine's are the chosen ones."""
     if router.count is not None:
         router.count(output[1])
 

@@ -113,7 +113,7 @@ class MergedCalls:
         return self.kernel.backward(grad, query, key, value, out, lse, spans, self.scale)
 
     def add_others(self, grads: Gradients, query_side: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """To the gradients of queries, of other keys and of their values."""
+        """Add the gradients of the calls of `others` to `grads`: those of queries, keys and values."""
         for at, read, spans in self.others:
             grads_of_call = self.gradients([x[at] for x in query_side], keys[read], values[read], spans)
             for total, where, grad in zip(grads, (at, read, read), grads_of_call, strict=True):

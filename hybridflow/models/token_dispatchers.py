@@ -38,7 +38,7 @@ def token_dispatcher(config: TransformerConfig, grid: Grid, wanted: DispatcherNa
         if not missing:
             return DeepEP(group, num_experts)
         if wanted == "deepep":
-            raise EnvironmentProblem(f"token_dispatcher: deepep: {'; '.join(missing)}")
+            raise EnvironmentProblem(f"token_dispatcher: deepep: {'; '.join(missing)}. Write token_dispatcher: auto")
     return AllToAll(place, num_held, group, expert_kernels(kept=True))
 
 

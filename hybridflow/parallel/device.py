@@ -77,7 +77,7 @@ def current_device() -> torch.device:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done what it was given: a CPU has."""
+    """Wait until the device has done all queued work: a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

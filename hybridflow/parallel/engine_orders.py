@@ -41,7 +41,7 @@ class EngineOrders:
             elif time.monotonic() - heard > STORE_SILENCE:
                 raise EnvironmentProblem(
                     f"the store of the ranks has not answered for {STORE_SILENCE:g} s: torchrun, which keeps the "
-                    "store, has probably been killed"
+                    "store, has probably been killed. Start the run again"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

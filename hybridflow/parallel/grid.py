@@ -99,7 +99,7 @@ class Grid:
         return self.own_coordinates.cp
 
     def in_step(self, *, trains: bool) -> list[dist.ProcessGroup]:
-        """Of ranks that run as many passes as each other: those that share experts.
+        """The groups whose ranks have to run equally many passes: those that share experts.
 
         Where gradients are summed up during the last pass, also those that share tokens: else a sum that waits for a
         rank would stand in front of a gather that the rank waits for.

@@ -134,7 +134,7 @@ class Layout:
         return self.at(tp, self.copy_index(group, near) * self._dense_copies(group) + dense, near.pp)
 
     def in_expert_copy(self, copy: int, at: TrainingCoordinates) -> TrainingCoordinates:
-        """The like of the rank there in this copy of the experts."""
+        """The coordinates in this copy of the experts that hold the same weights as `at`."""
         within = self.copy_index("dense", at) % self.dense_per_expert_copy
         return self.at(at.tp, copy * self.dense_per_expert_copy + within, at.pp)
 

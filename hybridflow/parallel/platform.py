@@ -62,8 +62,8 @@ class Platform:
             torch.cuda.empty_cache()
 
     def settle(self, *, expandable_segments: bool) -> None:
-        """When all is built. All objects that there are stay: no search for garbage looks at them any more, until the
-        next `start`. vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects.
+        """Call it when all is built. On CUDA gc.freeze takes all present objects out of garbage collection, until the
+        next `start`. vLLM collects at every sleep and every wake-up on CUDA, for longer with more objects.
 
         expandable_segments: torch's allocator takes memory in segments that grow from here on. Not before the engine
         has captured its graphs: a custom all-reduce can show other processes no buffer of such a segment.

@@ -18,7 +18,7 @@ STDERR = 2
 
 
 def in_time(act: Callable[[], object], seconds: float = PATIENCE) -> bool:
-    """Whether `act` was over within so long; else `act` goes on in a separate thread."""
+    """Run `act` in a thread; whether `act` has ended after `seconds`. Else the thread goes on."""
     thread = threading.Thread(target=act, name=NAME, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -20,8 +20,8 @@ TAG = 0
 class StandaloneGroup:
     """`size` ranks that have the same `name`. Calls return when they are done, or raise RuntimeError in time.
 
-    A call without a group ends in time where a rank does not come. Where one has come and its host is cut off
-    before all are connected, gloo of torch 2.13 waits for minutes: make it in a thread that can be given up.
+    The constructor raises in time where a rank does not come. Where a rank has come and its host is cut off before
+    all are connected, gloo of torch 2.13 waits for minutes: make the group in a thread that can be given up.
 
     Tensors on the CPU travel by gloo; on CUDA those of `device` by NCCL, which was written from documentation and never
     run.

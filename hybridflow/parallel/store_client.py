@@ -42,7 +42,7 @@ class StoreClient:
         threading.Thread(target=self._ask, name="hybridflow store client", daemon=True).start()
 
     def post(self, key: str, text: str = "") -> bool:
-        """Whether it was taken."""
+        """Write a note; whether the store has taken the note in time."""
 
         def set_it() -> bool:
             self._store.set(key, text)

@@ -119,7 +119,8 @@ def meeting_store(timeout: timedelta) -> Store:
     except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise EnvironmentProblem(
-            f"rank {rank} on {host_name()} cannot reach the store of {counted(world_size)} at {address}: {error}"
+            f"rank {rank} on {host_name()} cannot reach the store of {counted(world_size)} at {address}: {error}. Let "
+            "MASTER_ADDR and MASTER_PORT name a host and port that every host reaches"
         ) from error
 
 

@@ -28,7 +28,7 @@ def check_context(name: str, config: RoleConfig, spec: ModelSpec, *, cuda: bool)
 
 
 def shares_tokens(spec: ModelSpec, tp: int, ranks: int) -> bool:
-    """Whether so many ranks can: where a mixer deals heads, each rank takes an equal share of them."""
+    """Whether so many ranks can share tokens: where a mixer deals heads, the heads split evenly over the ranks."""
     dealt = [mixer.context_heads(spec, tp) for mixer in mixer_shares(spec)]
     return all(heads is None or heads % ranks == 0 for heads in dealt)
 

@@ -69,7 +69,7 @@ def cache_blocks(
         counts = {_counts(spec, stage, "state") for stage in stages}
         raise ConfigError(
             f"rollout.pipeline_parallel_size = {len(stages)}: the stages of {spec.path} would have {sorted(counts)} "
-            f"layers of attention and {mixer.title}, and each stage must have as many of both as every other"
+            f"layers of attention and {mixer.title}; each must have as many of both as every other. Write fewer stages"
         )
     attention, states = shares
     group = _layers_of_group(attention, states)

@@ -1,7 +1,7 @@
 """Whether a placed run fits the memory of the devices, and which changes of keys make it fit. Pure.
 
     found = verdict(place(config, 8), 80 << 30)
-    found.fits, found.fullest, found.help      help: changes that suffice, each by itself or all of `together`
+    found.fits, found.alone, found.together    changes that suffice, each by itself, or all of them together
 
 A change is tried: the config that has it is placed again, and the table of memory is asked.
 """

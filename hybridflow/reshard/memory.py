@@ -17,7 +17,7 @@ ALIGNMENT = 64  # elements: where a weight begins in the engine's own memory
 
 
 class Resized:
-    """A storage of torch's allocator that is emptied and filled: it may lie elsewhere each time. Filled at first."""
+    """A storage of torch's allocator that is freed and allocated again, at any address. Allocated at first."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._storage, self.size = torch.UntypedStorage(num_bytes, device=device), num_bytes
@@ -54,12 +54,12 @@ class OwnMemory:
         }
 
     def allocate(self) -> int:
-        """Bytes more."""
+        """Allocate the memory; the bytes by which the rank's memory grows."""
         self._memory.map()
         return self._memory.size
 
     def release(self) -> int:
-        """Bytes more: a negative number."""
+        """Free the memory; the bytes by which the rank's memory grows, a negative number."""
         self._memory.unmap()
         return -self._memory.size
 

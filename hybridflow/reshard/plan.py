@@ -213,9 +213,9 @@ class ReshardPlan:
         return sum(sources.values()) - (sources.get(self._standing(rank).origin, 0) if rank in self.train else 0)
 
     def sources(self, rank: int) -> tuple[TrainingCoordinates, ...]:
-        """Where in training all that the engine's shards of `rank` come from is, itself too if it has some.
+        """The training coordinates that the parts of the engine's shards of `rank` come from, `rank`'s own included.
 
-        As if `rank` received from the first copy of the experts.
+        The coordinates are those in the first copy of the experts.
         """
         return tuple(self._count(rank).sources)
 

@@ -112,7 +112,7 @@ class Role:
 
     @contextlib.contextmanager
     def computing_all_rows(self) -> Iterator[None]:
-        """Within the block this replica computes all rows of a batch, and others need not. The caller measures."""
+        """Within the block this replica alone computes all rows of a batch; the run's stopwatch records nothing."""
         watch, self._watch, self._alone = self._watch, Stopwatch(), True
         try:
             yield
@@ -247,7 +247,7 @@ def _sequence_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Reports an optimizer step that was taken. The sums of `values` over all ranks are the step's results."""
+    """This rank's part of an optimizer step's results, which are the sums of `values` over all ranks."""
 
     names: tuple[str, ...]
     values: Tensor  # (names,) float64
@@ -255,10 +255,10 @@ class StepReport:
 
 
 class TrainedRole(Role):
-    """A role with an optimizer; `trained` is None on a rank outside the role's grid.
+    """A role with an optimizer. `training_model` is None outside the role's grid, and on every rank without training.
 
-    steps: those since `begin_iteration`. Once a gradient was not finite no more steps are taken in that iteration.
-    step_begun: whether the first of these has begun. takes_steps: without it nothing is trained.
+    steps: reports since `begin_iteration`. After a gradient that is not finite, later steps change no weight.
+    step_begun: whether a step of the iteration has begun. takes_steps: False: a step changes no weight.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class TrainedRole(Role):
         return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
 
     def wait_for_weights(self) -> None:
-        """Until the last step's are there whole: before they are read other than by this role's forward pass."""
+        """Wait for all weights of the last step. Call before a read other than this role's forward pass."""
         if self.training_model is not None:
             self.training_model.wait_for_parameters()
 

@@ -16,8 +16,8 @@ DRAWN = "what the ranks of an engine replica have drawn"
 def check_drawn(rows: Iterable[tuple[object, RolloutRow]], replica: dist.ProcessGroup | None) -> None:
     """Raise DisagreementError on all ranks of a replica unless these have the same rows with the same tokens.
 
-    Ranks that part run unlike steps, or compute tokens of one rank with keys of another. Collective over the replica,
-    by 16 bytes a rank in host memory. replica: None of one rank.
+    Ranks with different tokens run different engine steps, or mix one rank's tokens with another rank's KV cache.
+    Collective over the replica, by 16 bytes a rank in host memory. replica: None: one rank.
     """
     if replica is not None:
         pieces = (part for key, row in rows for part in (str(key).encode(), array("q", row.token_ids).tobytes()))
@@ -26,7 +26,7 @@ def check_drawn(rows: Iterable[tuple[object, RolloutRow]], replica: dist.Process
 
 @dataclass(frozen=True)
 class ReleasingListener:
-    """Hears of the end of a replica when what the engine had is given back."""
+    """A listener that releases the engine's memory by `give_back` before it forwards `on_replica_done`."""
 
     give_back: Callable[[], None]
     listener: RolloutListener

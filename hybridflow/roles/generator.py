@@ -346,7 +346,7 @@ class Generator:
         first_prompt: int,
         generation: int = 0,
     ) -> RolloutRequest:
-        """What `generate` asks for. Local, and alike on all ranks."""
+        """The request for these responses: prompts, counts and seeds. Local, and equal on all ranks."""
         config, again = self._placed.config, (generation,) if generation else ()
         counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         seed = (config.seed, iteration, *again)

@@ -102,9 +102,9 @@ class ActorAsReference(Reference):
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with.
 
-    routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
-    from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
-    all such pairs. See `models.routing`.
+    routing_counts: (2,) int64 of this rank and iteration: the (token, layer) pairs whose engine experts differ from the
+    trainer's choice before the first step, and all pairs. Tokens that predict a response token count. See
+    `models.routing`.
     expert_load: (layers, experts) int64 of this rank and iteration: tokens of each expert of a mixture, in the pass for
     old log-probs and, where that pass left rows out, in the first step too. Without such a pass they are those of all
     steps, so that each row counts as often as any other.

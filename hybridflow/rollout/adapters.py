@@ -14,8 +14,8 @@ from hybridflow.architecture.weights import model_weights
 class EngineAdapters:
     """rank, scale: of all adapters.
 
-    parts: by the engine's name of a linear layer, of each of the layer's A how many of vLLM's parts it is for: one but
-    where vLLM cuts a part further.
+    parts: by the engine's name of a linear layer: for each A of the layer, how many of vLLM's output partitions read
+    A. More than one only where vLLM cuts a part further.
     """
 
     rank: int

@@ -21,7 +21,8 @@ class ChatEngine:
         try:
             import vllm
         except ImportError as error:
-            raise EnvironmentProblem(f"vLLM cannot be imported ({error})") from error
+            hint = "`bash launch/setup.sh` installs vLLM, with --cuda for GPUs"
+            raise EnvironmentProblem(f"vLLM cannot be imported ({error}): {hint}") from error
         device, language_model = engine_device(), _language_model(model)
         cpu, arguments = device.kind == "cpu", dict[str, Any]()
         if language_model is not None and language_model.needs_words:

@@ -220,7 +220,7 @@ class RolloutEngine:
         return self._most_rows
 
     def add(self, name: str, request: Request, params: "SamplingParams", *, max_tokens: int | None) -> str:
-        """Add a request from the next step on: a name within vLLM. max_tokens: that it may have, where it is fewer."""
+        """Add a request, and return vLLM's name for the request. max_tokens: the limit, where `params` allows more."""
         own = params.clone()
         own.seed = request.seed
         if request.num_before:

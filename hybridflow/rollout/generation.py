@@ -83,9 +83,9 @@ class RolloutRequest:
     """Which responses a rollout has: `counts` to each prompt, side by side, prompt after prompt.
 
     counts: int64, (prompts,). sampling: says by a prompt's length how the prompt is answered, and how long a response
-    may be. seed: of the run and the iteration, and from the second time on that an iteration samples responses to the
-    same prompts the number of times before. first_prompt: numbers the prompts of the run, so that a request's seed is
-    (seed, prompt, sample). temperature: None: as `sampling` says.
+    may be. seed: (run seed, iteration), and how often before, where the iteration samples the same prompts again.
+    first_prompt: the number of the first prompt in the run. A request's seed is made of `seed`, the prompt's number
+    and the sample. temperature: None: as `sampling` says.
     """
 
     prompts: PromptBatch

@@ -67,7 +67,7 @@ class LanguageModel:
 
     @property
     def from_files(self) -> "LanguageModel":
-        """Where vLLM itself reads the weights, as they are published."""
+        """For vLLM's own loader, which reads published weights: without the override of quantization_config."""
         return replace(self, fields={key: x for key, x in self.fields.items() if key != "quantization_config"})
 
     @property

@@ -62,7 +62,7 @@ def sent(
     lengths: Sequence[int],
     sizes: RoutingSizes,
 ) -> Arrived:
-    """By row, or by piece, (tokens, the parcel's layers, k). Collective over the ranks of the exchange."""
+    """Send `outgoing`, receive `incoming`: each parcel with records (tokens, layers, k) by row or piece. Collective."""
     tokens = [sum(lengths[row] for row in parcel.rows) for parcel in incoming]
     per_layer = sizes.chosen * sizes.dtype.itemsize
     num_bytes = [count * len(parcel.layers) * per_layer for count, parcel in zip(tokens, incoming, strict=True)]

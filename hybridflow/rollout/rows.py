@@ -2,8 +2,8 @@
 
     rows = ReplicaRows(several=False)
     rows.admit(requests, of_rollout)
-    rows.apply(TurnEvent(0, max_tokens=9))              # the model speaks: [EngineCall("0.0.1", Request(...), 9)]
-    rows[0].hear(0, [5, 6], [-0.1, -0.2])               # what it has said
+    rows.apply(TurnEvent(0, max_tokens=9))              # the model's next turn: `take_events` gives the EngineCall
+    rows.hear(0, 0, [5, 6], [-0.1, -0.2])               # row, branch, and what the model has generated
     rows.apply(TurnEvent(0, (7, 8), max_tokens=7))      # tokens of an answer; the model speaks again
     rows.apply(TurnEvent(0, ends=True, rewards=(1.0,)))
 
@@ -74,13 +74,13 @@ class Transcript:
 class Branch(Written):
     """A sequence of a row that the engine reads by itself. prompt: the row's, of the first; a further one has none.
 
-    turn: the last that the engine was asked for, without those that were dropped; asked: with them. speaks: the engine
-    is at that turn. kept: tokens before that turn and before what was written right before that turn. read: what the
-    turn was asked with, and a number that tells equal ones apart.
+    turn: number of the last turn, without dropped turns; asked: with dropped turns. speaks: the engine generates
+    the last turn. kept: the number of tokens that `drop` leaves. read: digest of the tokens that the turn was
+    requested with, and the number of this request among equal ones.
     opening: tokens that count as prompt for a limit: the row's, or those of the first request.
-    seed, most: of the turn that the engine is at, and the tokens that the turn may have. calls, spoken: how often the
-    engine was stopped at that turn, and the tokens until then.
-    transcript, before: now, and without the turn that `drop` takes back.
+    seed, most: seed and token limit of the last turn. calls, spoken: how often the engine was stopped in that turn,
+    and how many tokens the turn had then.
+    transcript, before: the transcript now, and the one that `drop` restores.
     """
 
     prompt: list[int] = field(default_factory=list)
@@ -167,7 +167,7 @@ class TurnRow:
         return any(sequence.settled.answered for sequence in self.branches)
 
     def apply(self, event: TurnEvent) -> list[EngineCall]:
-        """What the engine is to do."""
+        """Apply an event to the row, and return the engine calls that follow."""
         calls = []
         for number, sequence in enumerate(self.branches) if event.drops else ():
             if sequence.speaks if event.ends else number == event.branch:
@@ -225,7 +225,7 @@ class TurnRow:
         return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
     def ended(self, last: TurnEvent) -> RolloutRow:
-        """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
+        """The finished row, without branches that have no sampled token. Of a failed row the first branch alone counts.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
         agent's requests may come in another order next time.

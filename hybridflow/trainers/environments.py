@@ -44,7 +44,7 @@ SOME_TOOL = {
 def environments_of(
     inputs: Inputs, config: ExperimentConfig, rank: int, vocab_size: int
 ) -> Environments | Agents | None:
-    """None where the config has none. vocab_size: the actor's.
+    """The environments or agents of the run; None where the config has no environment. vocab_size: the actor's.
 
     Errors: ConfigError where vLLM has no such parser of tool calls, or that of another model.
     """

@@ -39,7 +39,7 @@ def source_of(
     world: RunContext,
     hooks: RunHooks,
 ) -> Source:
-    """A checkpoint has what a source kept. Only a start that generates as the one before goes on with that."""
+    """Build the config's source of rollouts. After a fork or a noticed change, a checkpoint's rollouts are not used."""
     kept = manager.state.kept if manager.state is not None and manager.may_load_rollout else {}
     if isinstance(generator, Replay):
         return Replayed(generator, scoring, config.sampling, draws=draws, watch=world.watch)

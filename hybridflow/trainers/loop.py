@@ -265,7 +265,7 @@ def start_notes(placed: PlacedModels) -> list[str]:
 
 
 def warmup_notes(config: AnyConfig, num_iterations: int) -> list[str]:
-    """What warm-ups that are longer than the run come to."""
+    """Warnings on warm-ups of a learning rate or of the critic that the run is too short for."""
     notes, run = [], f"the run has {num_iterations} iteration{'s' * (num_iterations > 1)}"
     for name, role in config.roles().items():
         optimizer = role.optimizer if isinstance(role, TrainedRoleConfig) else None

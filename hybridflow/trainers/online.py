@@ -84,7 +84,7 @@ class OnlineTrainer(loop.Trainer):
             raise ConfigError(f"replay = {replay}, {other}: a replay generates nothing; give one of the two")
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
-            raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
+            raise ConfigError("algorithm.dynamic_sampling: a replay has one generation of a batch. Leave --replay out")
         self._generates, self._own_source = replay is None and source is None, source
         if config.rollout.max_staleness and (rollout_only or not self._generates):
             given = "--rollout-only" if rollout_only else "--replay" if source is None else "a source of your own"

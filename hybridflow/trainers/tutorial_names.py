@@ -194,7 +194,7 @@ class RLTrainer(OnlineTrainer):
         num = num_iterations if num_steps is None else num_steps
         if self._asked is None:
             if checkpoint_dir is not None:
-                raise ConfigError(f"checkpoint_dir = {str(checkpoint_dir)!r}: output_dir and name of the config say it")
+                raise ConfigError(f"checkpoint_dir = {str(checkpoint_dir)!r}: set output_dir and name in the config")
             return super().fit(num)
         if self._was_fitted:
             raise ConfigError("fit: was called before; one call trains for all of num_steps")
