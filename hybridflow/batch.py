@@ -31,7 +31,7 @@ from typing import Annotated, Any, Self, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.packed import counted, spread
+from hybridflow.algorithms.packed import count_masked, spread
 
 
 class Per(enum.Enum):
@@ -160,7 +160,7 @@ class RolloutBatch:
         """(B,) int64: the row of each sequence that a model reads by itself; 0 .. N - 1 where no row has several."""
         rows = torch.arange(len(self))
         starts = self.branch_starts
-        return rows if starts is None else spread(rows, 1 + counted(starts, self.lengths))
+        return rows if starts is None else spread(rows, 1 + count_masked(starts, self.lengths))
 
     @property
     def branch_lengths(self) -> Tensor:
@@ -195,7 +195,7 @@ class RolloutBatch:
     def branches_of(self, rows: Tensor) -> Tensor:
         """The branches of these rows (int64), in their order: numbers of rows of `by_branch`."""
         starts = self.branch_starts
-        return rows if starts is None else token_index(1 + counted(starts, self.lengths), rows)
+        return rows if starts is None else token_index(1 + count_masked(starts, self.lengths), rows)
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, without what the batch does not have.

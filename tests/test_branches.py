@@ -8,7 +8,7 @@ import torch
 from hybridflow.algorithms.loss_mean import constant, sequence_token_mean
 from hybridflow.batch import RolloutBatch, Tokens, joined
 from hybridflow.config.algorithms import PPO
-from hybridflow.flows.earned import earned_by_tokens
+from hybridflow.flows.earned import branch_token_rewards
 from hybridflow.flows.ppo import estimates
 from hybridflow.recording.iteration import turn_metrics
 from hybridflow.recording.samples import ANOTHER, _turns, marked
@@ -91,7 +91,7 @@ def test_ratios_of_sequences_are_of_branches() -> None:
 def test_each_branch_earns_the_score_of_its_row_at_its_end() -> None:
     """Discounted by a half: one token before the end of a branch half of that is to come, and nothing of others."""
     batch, nothing = whole(), torch.zeros(20)
-    rewards = earned_by_tokens(torch.tensor([1.0, 0.0, 2.0]), nothing, batch, kl_coef=0.0)
+    rewards = branch_token_rewards(torch.tensor([1.0, 0.0, 2.0]), nothing, batch, kl_coef=0.0)
     assert rewards[OWN].tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, 2.0] and rewards.sum() == 7
     values = torch.where(batch.response_mask, 0.5, torch.nan)
     advantages, returns = estimates(PPO(gamma=0.5, gae_lambda=1.0), batch, rewards, values)

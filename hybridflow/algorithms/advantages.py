@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask
-from hybridflow.algorithms.packed import chosen, counted, placed, spread
+from hybridflow.algorithms.packed import count_masked, scatter_masked, select_masked, spread
 
 WHITEN_EPS = 1e-8  # added to the variance
 
@@ -47,16 +47,16 @@ def gae(
     require_lengths(lengths, rewards.shape[0])
     counts = tokens_in_mask(response_mask, lengths)
     remaining = _tokens_after(counts)  # (R,), of the steps alone, and so are deltas
-    step_values = chosen(values, response_mask)
+    step_values = select_masked(values, response_mask)
     next_values = step_values.roll(-1).masked_fill_(remaining == 0, 0.0)
-    deltas = next_values.mul_(gamma).add_(chosen(rewards, response_mask)).sub_(step_values)
+    deltas = next_values.mul_(gamma).add_(select_masked(rewards, response_mask)).sub_(step_values)
     discount = gamma * gae_lambda
     if isinstance(discount, Tensor):
         require_flat(lengths=lengths, gae_lambda=discount)
         discount = spread(discount.to(deltas.dtype), counts)
     longest = int(counts.max()) if len(counts) else 0
     sums = _discounted_suffix_sums(deltas, remaining, discount=discount, longest=longest)
-    advantages = placed(sums, response_mask)
+    advantages = scatter_masked(sums, response_mask)
     return advantages, values.masked_fill(~response_mask, 0.0).add_(advantages)
 
 
@@ -142,7 +142,7 @@ def tokens_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
     """
     require_mask(mask=mask)
     require_lengths(lengths, mask.shape[0])
-    return counted(mask, lengths)
+    return count_masked(mask, lengths)
 
 
 def sequence_sums(x: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:

@@ -13,19 +13,19 @@ def spread(per_sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(per_sequence.numpy(), lengths.numpy()))
 
 
-def chosen(values: Tensor, mask: Tensor) -> Tensor:
+def select_masked(values: Tensor, mask: Tensor) -> Tensor:
     """The entries of a (T,) tensor that the mask selects, in their order. mask: bool (T,)."""
     return torch.from_numpy(values.detach().numpy()[mask.numpy()])
 
 
-def placed(values: Tensor, mask: Tensor) -> Tensor:
+def scatter_masked(values: Tensor, mask: Tensor) -> Tensor:
     """(T,) with these values, in their order, where the mask selects, and zeros elsewhere. mask: bool (T,)."""
     found = values.new_zeros(len(mask))
     found.numpy()[mask.numpy()] = values.numpy()
     return found
 
 
-def last_chosen(mask: Tensor, counts: Tensor) -> Tensor:
+def last_masked(mask: Tensor, counts: Tensor) -> Tensor:
     """Where in (T,) the last token of each sequence is that the mask selects, of sequences that have one. int64.
 
     counts: int64 (N,), tokens of each sequence that the mask selects.
@@ -33,7 +33,7 @@ def last_chosen(mask: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask.numpy()))[counts.cumsum(0)[counts > 0] - 1]
 
 
-def counted(mask: Tensor, lengths: Tensor) -> Tensor:
+def count_masked(mask: Tensor, lengths: Tensor) -> Tensor:
     """int64 (N,): how many tokens of each sequence the mask selects. mask: bool (T,); lengths: int64 (N,)."""
     counts, there = torch.zeros_like(lengths), lengths > 0
     if len(mask):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages import tokens_in_mask
 from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask, require_nonempty
-from hybridflow.algorithms.packed import last_chosen
+from hybridflow.algorithms.packed import last_masked
 
 SCORE_EPS = 1e-6  # added to the standard deviation
 
@@ -44,7 +44,7 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths:
     require_lengths(lengths, kl.shape[0])
     rewards = (-kl_coef * kl).masked_fill_(~response_mask, 0.0)
     counts = tokens_in_mask(response_mask, lengths)
-    last = last_chosen(response_mask, counts)
+    last = last_masked(response_mask, counts)
     return rewards.index_add_(0, last, scores[counts > 0].to(kl.dtype))
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.checks import require_flat, require_mask
-from hybridflow.algorithms.packed import chosen
+from hybridflow.algorithms.packed import select_masked
 
 
 def squared_value_loss(values: Tensor, returns: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """
     require_flat(values=values, returns=returns, mask=mask)
     require_mask(mask=mask)
-    targets = chosen(returns, mask).double()
+    targets = select_masked(returns, mask).double()
     total = targets.var(correction=0)
-    explained = 1 - targets.sub_(chosen(values, mask)).var(correction=0) / total  # by now they are the errors
+    explained = 1 - targets.sub_(select_masked(values, mask)).var(correction=0) / total  # by now they are the errors
     return torch.where(total > 0, explained, 0.0).to(values.dtype)

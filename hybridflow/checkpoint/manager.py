@@ -1,6 +1,6 @@
 """What a run resumes from, when the run saves, and when the run ends early.
 
-checkpoint_manager = CheckpointManager(config, digests, roles.saved(kl), ...)     # loads a checkpoint, if there is one
+checkpoint_manager = CheckpointManager(config, digests, roles.roles_to_save(kl), ...)  # loads a checkpoint, if any
 run.state = checkpoint_manager.state or run.state
 ...
 checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False)    # saves; raises Stopped
@@ -24,11 +24,11 @@ from hybridflow.checkpoint.kept_rollout import Read, read_rollout, write_rollout
 from hybridflow.checkpoint.resume import (
     check_progress,
     find_source,
-    kept_best,
-    lacks_best,
+    keep_best_notes,
+    known_metrics,
+    missing_best_metric,
     restore,
-    there_are,
-    when_saved,
+    save_notes,
 )
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.shared_directory import check_shared, raise_together
@@ -87,7 +87,7 @@ class CheckpointManager:
         self._may_lack_best = config.checkpoint.keep_best > 0  # the same for the metric of keep_best
         self.notes: list[str] = []
         self.is_fork = self.may_load_rollout = False  # the second: whether this start generates what the one before did
-        self.completed: Callable[[RunState], RunState] = lambda state: state  # with what a save has beside; collective
+        self.add_source_state: Callable[[RunState], RunState] = lambda state: state  # collective
         self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
         raise_together(lambda: self._take_lock(restarts), group)
         self._end_again(restarts)
@@ -96,7 +96,7 @@ class CheckpointManager:
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         raise_together(lambda: self._check_progress(restarts), group)
-        self.notes += [*when_saved(config, saves=saves), *kept_best(config, saves=saves)]
+        self.notes += [*save_notes(config, saves=saves), *keep_best_notes(config, saves=saves)]
         self._saver = CheckpointWriter(
             roles,
             self._root,
@@ -168,14 +168,14 @@ class CheckpointManager:
         self._end(state, str(where))
 
     @contextlib.contextmanager
-    def saved_without(self, state: RunState, recorder: Recorder) -> Iterator[None]:
+    def save_on_error(self, state: RunState, recorder: Recorder) -> Iterator[None]:
         """Where the block raises SaveError, on all ranks, save the run before it ends. Errors: SaveError."""
         try:
             yield
         except SaveError as error:
             raise SaveError(f"{error}; {self._saved_if_possible(state, recorder)}") from error
 
-    def save_before(
+    def save_after_error(
         self,
         error: Exception,
         iteration: int,
@@ -226,7 +226,7 @@ class CheckpointManager:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
-            there = there_are(stop.metric, metrics)
+            there = known_metrics(stop.metric, metrics)
             recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
         return None
 
@@ -333,7 +333,7 @@ class CheckpointManager:
             return
         self._may_lack_best = False
         if metric not in metrics:
-            recorder.message(lacks_best(metric, metrics))
+            recorder.message(missing_best_metric(metric, metrics))
 
     def _check_progress(self, restarts: int) -> None:
         if self._platform.rank == 0 and self._saves:
@@ -354,7 +354,7 @@ class CheckpointManager:
         if not self._saves:
             return
         self._check_best(recorder)
-        state = self.completed(state)
+        state = self.add_source_state(state)
         recorder.phase(f"saving iteration {state.iteration}")
         recorder.sync()
         before = self._saver.seconds

@@ -181,7 +181,7 @@ def _damage_found_here(step: Path, group: dist.ProcessGroup) -> str | None:
     return "; ".join(damage(step, {names[i]: files[names[i]] for i in own})) or None
 
 
-def when_saved(config: RunConfig, *, saves: bool) -> list[str]:
+def save_notes(config: RunConfig, *, saves: bool) -> list[str]:
     """When the run is saved."""
     keys = config.checkpoint
     if not saves or keys.save_minutes is None:
@@ -190,7 +190,7 @@ def when_saved(config: RunConfig, *, saves: bool) -> list[str]:
     return [f"saves every {keys.save_minutes:g} minutes (checkpoint.save_minutes){counted}"]
 
 
-def kept_best(config: RunConfig, *, saves: bool) -> list[str]:
+def keep_best_notes(config: RunConfig, *, saves: bool) -> list[str]:
     """Which checkpoints are the best ones."""
     keys = config.checkpoint
     if not (keys.keep_best and keys.saves and saves):
@@ -204,14 +204,14 @@ def kept_best(config: RunConfig, *, saves: bool) -> list[str]:
     ]
 
 
-def there_are(metric: str, metrics: Iterable[str]) -> str:
+def known_metrics(metric: str, metrics: Iterable[str]) -> str:
     """The nearest names, or all."""
     return f"there are {', '.join(difflib.get_close_matches(metric, metrics) or sorted(metrics))}"
 
 
-def lacks_best(metric: str, metrics: Mapping[str, float]) -> str:
+def missing_best_metric(metric: str, metrics: Mapping[str, float]) -> str:
     """A line on the metric of checkpoint.best_metric, which an iteration lacks."""
     return (
         f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without the "
-        f"metric is not kept as one of the best; {there_are(metric, metrics)}"
+        f"metric is not kept as one of the best; {known_metrics(metric, metrics)}"
     )

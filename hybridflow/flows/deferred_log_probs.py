@@ -6,7 +6,7 @@ log-probs are NaN until the step has been taken, so that nothing reads them befo
 
     deferred = DeferredLogProbs(actor, rollout, rows)     # rows: those of the first mini-batch
     deferred.others()                           # old log-probs of the other rows, for `Run.whole`
-    deferred.reads_own(objective)               # takes for the old log-probs of these rows what the step computes
+    deferred.with_step_log_probs(objective)     # takes for the old log-probs of these rows what the step computes
     deferred.mark_step_taken()                  # from here on batches have the old log-probs
     deferred.filled(batch, exchange)            # collective
 """
@@ -44,7 +44,7 @@ class DeferredLogProbs:
         """Whole (T,) log-probs of the other rows, NaN in rows of the first mini-batch until the step is taken."""
         return log_probs if self._is_taken else log_probs.index_fill(0, self._places, torch.nan)
 
-    def reads_own(self, objective: PolicyObjective) -> PolicyObjective:
+    def with_step_log_probs(self, objective: PolicyObjective) -> PolicyObjective:
         """The objective, whose old log-probs are the step's own log-probs, detached, until `mark_step_taken`."""
 
         def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -107,7 +107,7 @@ def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
     return state.keeping(SURPLUS, groups.tensors())
 
 
-def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:
+def sample_groups(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:
     """The iteration's responses and their raw scores, which without dynamic sampling are yet to be exchanged."""
     if c is None:
         rollout = run.generate()

@@ -6,7 +6,7 @@ from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import RolloutBatch
 
 
-def earned_by_tokens(scores: Tensor, kl: Tensor, rollout: RolloutBatch, *, kl_coef: float) -> Tensor:
+def branch_token_rewards(scores: Tensor, kl: Tensor, rollout: RolloutBatch, *, kl_coef: float) -> Tensor:
     """(T,): see `token_rewards`. scores: (N,). kl: (T,).
 
     Each branch of a row earns the row's score at the branch's end: text of one branch is no state of another.

@@ -168,7 +168,7 @@ class EngineRanks:
         assert self._draw is not None, "prompts are drawn first"
         self._stop_waiting()
         samples, draw = self._config.sampling.samples, self._draw
-        self._asked = self._generator.ask(
+        self._asked = self._generator.build_request(
             draw.batch, samples_per_prompt=samples, iteration=iteration, first_prompt=draw.first
         )
         until = _UntilTheEnd(self._orders, self._apart.group, self._apart.replica[0])
@@ -186,7 +186,7 @@ class EngineRanks:
     def _hand_over(self) -> None:
         assert self._asked is not None, "nothing was asked for"
         with self._watchdog.phase("rollout"):
-            rollout = self._generator.gathered(self._asked, self._own)
+            rollout = self._generator.gather_rollout(self._asked, self._own)
             if self._records is not None:  # which are with the trainers now
                 self._records.keep_only(NO_IDS)
             with self._watch.phase(GENERATE):

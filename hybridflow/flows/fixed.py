@@ -88,7 +88,7 @@ def means(each: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
 # ------------------------------------------------------------------------------------------------ one completion
 
 
-def judge_sft(run: Run, examples: Sequence[Example]) -> LossResult[SFTBatch]:
+def sft_loss_result(run: Run, examples: Sequence[Example]) -> LossResult[SFTBatch]:
     """-log pi of each token that counts."""
     rows = given_batch(examples)
     known = run.whole(rows, log_probs=run.actor.log_probs(rows))
@@ -96,7 +96,7 @@ def judge_sft(run: Run, examples: Sequence[Example]) -> LossResult[SFTBatch]:
     return LossResult(batch, {"loss": -known.log_probs[rows.response_mask]}, known.log_probs)
 
 
-def judge_kto(run: Run, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBatch]:
+def kto_loss_result(run: Run, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBatch]:
     """Good completions against bad ones. The mismatched pairs are of the whole batch, wherever their rows are run."""
     count = len(examples)
     rows = given_batch([*examples, *mismatched(examples, run.max_length)])
@@ -130,17 +130,17 @@ def judge_kto(run: Run, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBa
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def judge_reward_model(run: Run, examples: Sequence[Example]) -> LossResult[ScoredPairBatch]:
+def reward_model_loss_result(run: Run, examples: Sequence[Example]) -> LossResult[ScoredPairBatch]:
     """The score of the better completion against that of the other."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, raw_scores=run.reward_model.scores(pairs))
     outputs = known.raw_scores.clone().requires_grad_()
     loss = bradley_terry_loss(outputs[0::2], outputs[1::2], pairs.margins[0::2])
     batch = ScoredPairBatch(**vars(pairs), raw_scores=known.raw_scores)
-    return LossResult(batch, {"loss": loss, **compared(known.raw_scores)}, outputs)
+    return LossResult(batch, {"loss": loss, **pair_metrics(known.raw_scores)}, outputs)
 
 
-def judge_dpo(run: Run, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBatch]:
+def dpo_loss_result(run: Run, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBatch]:
     """How much more than the reference the policy prefers the better completion."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, log_probs=run.actor.log_probs(pairs), ref_log_probs=run.reference.log_probs(pairs))
@@ -151,7 +151,7 @@ def judge_dpo(run: Run, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBa
     else:
         loss = dpo_loss(ratios[0::2], ratios[1::2], beta=c.beta, label_smoothing=c.label_smoothing)
     batch = DPOBatch(**vars(pairs), log_probs=known.log_probs, ref_log_probs=known.ref_log_probs)
-    return LossResult(batch, {"loss": loss, **compared(c.beta * ratios.detach())}, outputs)
+    return LossResult(batch, {"loss": loss, **pair_metrics(c.beta * ratios.detach())}, outputs)
 
 
 def log_ratios(log_probs: Tensor, ref_log_probs: Tensor, batch: RolloutBatch) -> Tensor:
@@ -159,7 +159,7 @@ def log_ratios(log_probs: Tensor, ref_log_probs: Tensor, batch: RolloutBatch) ->
     return sequence_sums(log_probs - ref_log_probs, batch.response_mask, lengths=batch.lengths)
 
 
-def compared(rewards: Tensor) -> dict[str, Tensor]:
+def pair_metrics(rewards: Tensor) -> dict[str, Tensor]:
     """Of each pair: whether the chosen completion has the higher reward, by how much, and both rewards."""
     chosen, rejected = rewards[0::2], rewards[1::2]
     return {
@@ -179,21 +179,21 @@ def sft(run: Run) -> RolloutBatch:
 
 
 def reward_model(run: Run) -> RolloutBatch:
-    judged = judge_reward_model(run, run.examples)
+    judged = reward_model_loss_result(run, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.reward_model.step(judged.batch, judged.gradients())
     return judged.batch
 
 
 def dpo(run: Run, c: DPO) -> RolloutBatch:
-    judged = judge_dpo(run, c, run.examples)
+    judged = dpo_loss_result(run, c, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.actor.step(judged.batch, judged.gradients())
     return judged.batch
 
 
 def kto(run: Run, c: KTO) -> RolloutBatch:
-    judged = judge_kto(run, c, run.examples)
+    judged = kto_loss_result(run, c, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.actor.step(judged.batch, judged.gradients())
     return judged.batch
@@ -212,24 +212,24 @@ def fixed_flow(run: Run, algorithm: FixedAlgorithm) -> RolloutBatch:
             return kto(run, algorithm)
 
 
-def judge(run: Run, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> LossResult[RolloutBatch]:
+def loss_result(run: Run, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> LossResult[RolloutBatch]:
     """Rows by the algorithm's loss, without a step."""
     match algorithm:
         case SFT():
-            return judge_sft(run, examples)
+            return sft_loss_result(run, examples)
         case RewardModeling():
-            return judge_reward_model(run, examples)
+            return reward_model_loss_result(run, examples)
         case DPO():
-            return judge_dpo(run, algorithm, examples)
+            return dpo_loss_result(run, algorithm, examples)
         case KTO():
-            return judge_kto(run, algorithm, examples)
+            return kto_loss_result(run, algorithm, examples)
 
 
 def evaluate_fixed(
     run: Run, algorithm: FixedAlgorithm, examples: Sequence[Example], batch_size: int
 ) -> dict[str, float]:
-    """The means of what `judge` tells over all held-out rows, in batches of `batch_size` and fewer than twice that."""
+    """The means of `loss_result` over all held-out rows, in batches of `batch_size` to twice as many rows."""
     parts = torch.arange(len(examples)).tensor_split(max(len(examples) // batch_size, 1))
-    found = [judge(run, algorithm, [examples[i] for i in part.tolist()]).each for part in parts]
+    found = [loss_result(run, algorithm, [examples[i] for i in part.tolist()]).each for part in parts]
     each: Metrics = means({name: torch.cat([part[name].detach() for part in found]) for name in found[0]})
     return {f"eval/{name}": float(value) for name, value in each.items()}

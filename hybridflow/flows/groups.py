@@ -28,7 +28,7 @@ from hybridflow.algorithms.groups import (
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import GRPO, OPO, RLOO, DrGRPO, MaxRL
 from hybridflow.errors import RewardError
-from hybridflow.flows.dynamic_sampling import sampled
+from hybridflow.flows.dynamic_sampling import sample_groups
 from hybridflow.flows.run import Run
 
 Relative = Callable[[Tensor, RolloutBatch], Tensor]  # scores and what they are of -> (N,)
@@ -47,9 +47,9 @@ class GroupBatchWithReference(GroupBatch):
     ref_log_probs: PerToken
 
 
-def compared(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative) -> GroupBatch:
+def train_on_groups(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative) -> GroupBatch:
     """One iteration: generate groups, score, compare within each group, update the actor."""
-    rollout, raw_scores = sampled(run, c.dynamic_sampling)
+    rollout, raw_scores = sample_groups(run, c.dynamic_sampling)
     known = run.whole(
         raw_scores=raw_scores,
         log_probs=run.old_log_probs(rollout),
@@ -84,15 +84,15 @@ def of_kept_rows(relative: Relative, scores: Tensor, rollout: RolloutBatch) -> T
 
 def grpo(run: Run, c: GRPO) -> GroupBatch:
     of_group = group_advantages if c.std == "group" else batch_std_advantages
-    return compared(run, c, lambda scores, rollout: of_group(scores, rollout.prompt_indices))
+    return train_on_groups(run, c, lambda scores, rollout: of_group(scores, rollout.prompt_indices))
 
 
 def dr_grpo(run: Run, c: DrGRPO) -> GroupBatch:
-    return compared(run, c, lambda scores, rollout: centred_advantages(scores, rollout.prompt_indices))
+    return train_on_groups(run, c, lambda scores, rollout: centred_advantages(scores, rollout.prompt_indices))
 
 
 def rloo(run: Run, c: RLOO) -> GroupBatch:
-    return compared(run, c, lambda scores, rollout: leave_one_out_advantages(scores, rollout.prompt_indices))
+    return train_on_groups(run, c, lambda scores, rollout: leave_one_out_advantages(scores, rollout.prompt_indices))
 
 
 def opo(run: Run, c: OPO) -> GroupBatch:
@@ -100,7 +100,7 @@ def opo(run: Run, c: OPO) -> GroupBatch:
         response_lengths = tokens_in_mask(rollout.response_mask, rollout.lengths)
         return length_weighted_advantages(scores, rollout.prompt_indices, response_lengths)
 
-    return compared(run, c, relative)
+    return train_on_groups(run, c, relative)
 
 
 def maxrl(run: Run, c: MaxRL) -> GroupBatch:
@@ -113,4 +113,4 @@ def maxrl(run: Run, c: MaxRL) -> GroupBatch:
             )
         return mean_normalized_advantages(scores, rollout.prompt_indices)
 
-    return compared(run, c, relative)
+    return train_on_groups(run, c, relative)

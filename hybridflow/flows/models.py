@@ -48,7 +48,7 @@ class Roles:
         """On rank 0, the tensors with the engine's experts for record ids. Collective over the ranks that train."""
         return tensors if self.actor is None or self.actor.records is None else self.actor.records.portable(tensors)
 
-    def saved(self, kl: KL) -> tuple[SavedRole, ...]:
+    def roles_to_save(self, kl: KL) -> tuple[SavedRole, ...]:
         """What a checkpoint holds: all that changes; a reference only where it is reset."""
         return (*self.trained(), self.reference) if kl.resets and self.reference is not None else self.trained()
 

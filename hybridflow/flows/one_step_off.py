@@ -175,7 +175,7 @@ class OneStepOff:
         """Engines begin to generate, with the weights of `version`, which the actor has now."""
         self._sync(version)
         draw, planned.iteration, planned.version = planned.draw, iteration, version
-        planned.asked = self._generator.ask(
+        planned.asked = self._generator.build_request(
             draw.batch, samples_per_prompt=self._sampling.samples, iteration=iteration, first_prompt=draw.first
         )
         self._orders.give("generate", iteration=iteration)
@@ -193,7 +193,7 @@ class OneStepOff:
             self._hooks.show(f"iteration {self._iteration}: waiting for the engines")
             self._orders.give("hand_over")
             begun = time.perf_counter()
-            rollout = self._generator.gathered(planned.asked, {})
+            rollout = self._generator.gather_rollout(planned.asked, {})
             waited = {"time/trainers_wait_seconds": time.perf_counter() - begun}
             planned.rollout = replace(rollout, versions=versions_of(rollout, planned.version))
             planned.report = EngineReport.exchanged(self._everyone, waited, self._no_turns())

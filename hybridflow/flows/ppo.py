@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages import gae, length_adaptive_lambda, tokens_in_mask, whiten
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import PPO
-from hybridflow.flows.earned import earned_by_tokens
+from hybridflow.flows.earned import branch_token_rewards
 from hybridflow.flows.run import Run
 from hybridflow.roles.objectives import value_loss, with_positive_nll
 
@@ -45,7 +45,7 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
     )
     mask = rollout.response_mask
     scores = run.shaped(known.raw_scores, rollout)
-    rewards = earned_by_tokens(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
+    rewards = branch_token_rewards(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
     advantages, returns = estimates(c, rollout, rewards, known.values)
     if c.whiten_advantages:
         advantages = whiten(advantages, mask)

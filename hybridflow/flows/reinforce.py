@@ -15,7 +15,7 @@ from hybridflow.algorithms.advantages import discounted_returns, to_tokens, whit
 from hybridflow.algorithms.groups import centred_advantages
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import Reinforce
-from hybridflow.flows.earned import earned_by_tokens
+from hybridflow.flows.earned import branch_token_rewards
 from hybridflow.flows.known import Known
 from hybridflow.flows.run import Run
 
@@ -55,7 +55,7 @@ def reinforce(run: Run, c: Reinforce) -> ReinforceBatch:
 
 def _to_go(run: Run, c: Reinforce, known: Known, scores: Tensor, *, rollout: RolloutBatch) -> Tensor:
     """G_t, (T,)."""
-    rewards = earned_by_tokens(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
+    rewards = branch_token_rewards(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
     return discounted_returns(rewards, rollout.response_mask, lengths=rollout.branch_lengths, gamma=c.gamma)
 
 

@@ -2,7 +2,7 @@
 
     replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
     replay.rollout(prompts, always(4), iteration=3)     # what the run's engine gave then
-    replay.compared(3, batch.tensors())                    # and what was computed of it, then and now
+    replay.comparison_lines(3, batch.tensors())         # and what was computed of it, then and now
 
 A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
 what was generated, and everything after is computed anew. That is the same iteration where the weights are those it
@@ -133,7 +133,7 @@ class Replay:
         _check_prompts(file, rollout, prompts, samples_per_prompt)
         return rollout, experts
 
-    def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
+    def comparison_lines(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
         """How far what an iteration computed is from what the file holds beside the rollout: a line."""
         file = self.files[number]
         found = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
@@ -210,7 +210,7 @@ class Replay:
         _check_bounds(file, "lengths of sequences", rollout.branch_lengths, 1, self._max_length)
 
 
-class Replayed:
+class ReplaySource:
     """See `Source`: no weights move, and nothing is evaluated."""
 
     models_in_place = True

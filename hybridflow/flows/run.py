@@ -87,7 +87,7 @@ class Run(IterationData):
     def policy_loss(self, config: PolicyLoss) -> PolicyObjective:
         """What the actor minimises, with the KL and the lengths of this run."""
         objective = policy_loss(config, self.kl, max_response_length=self._online.sampling.max_response_length)
-        return objective if self.deferred is None else self.deferred.reads_own(objective)
+        return objective if self.deferred is None else self.deferred.with_step_log_probs(objective)
 
     # ---- responses and their scores
 

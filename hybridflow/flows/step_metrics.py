@@ -87,7 +87,7 @@ def _check(
     row = _first_row(role.steps[number].row, exchange)
     where = "the gradient alone, every loss is finite"
     if row is not None and number < len(rows):
-        where = f"the loss of {described(int(rows[number][row]), batch)}"
+        where = f"the loss of {row_label(int(rows[number][row]), batch)}"
     elif row is not None:
         where = f"the loss of row {row} of the mini-batch"
     raise NonFinite(
@@ -126,7 +126,7 @@ def check_finite(known: Mapping[str, Tensor], rollout: RolloutBatch) -> None:
             row = int(_rows_of(torch.tensor([at]), rollout)) if len(values) == len(rollout.input_ids) else at
             where = f"row {row - len(rollout)} of the second rollout"
             if row < len(rollout):
-                where = described(row, rollout)
+                where = row_label(row, rollout)
             raise NonFinite(f"{name} is {float(values[at])} in {where}", {**rollout.tensors(), **known})
 
 
@@ -134,5 +134,5 @@ def _rows_of(tokens: Tensor, batch: RolloutBatch) -> Tensor:
     return torch.searchsorted(batch.lengths.cumsum(0), tokens, right=True)
 
 
-def described(row: int, batch: RolloutBatch) -> str:
+def row_label(row: int, batch: RolloutBatch) -> str:
     return f"row {row} (a response to prompt {int(batch.prompt_indices[row])} of the iteration)"

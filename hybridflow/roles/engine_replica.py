@@ -13,7 +13,7 @@ from hybridflow.rollout.row import RolloutRow
 DRAWN = "what the ranks of an engine replica have drawn"
 
 
-def check_drawn(rows: Iterable[tuple[object, RolloutRow]], replica: dist.ProcessGroup | None) -> None:
+def check_same_tokens(rows: Iterable[tuple[object, RolloutRow]], replica: dist.ProcessGroup | None) -> None:
     """Raise DisagreementError on all ranks of a replica unless these have the same rows with the same tokens.
 
     Ranks with different tokens run different engine steps, or mix one rank's tokens with another rank's KV cache.

@@ -28,7 +28,7 @@ from hybridflow.recording.measure import Stopwatch, own_bytes
 from hybridflow.reshard.device_memory import reserve_address_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
-from hybridflow.roles.engine_replica import ReleasingListener, check_drawn
+from hybridflow.roles.engine_replica import ReleasingListener, check_same_tokens
 from hybridflow.roles.policy import Actor
 from hybridflow.roles.warm_up import warm_up
 from hybridflow.rollout.adapters import engine_adapters
@@ -260,7 +260,7 @@ class Generator:
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
         releasing = None if listener is None else ReleasingListener(self.give_back, listener)
-        asked = self.ask(
+        asked = self.build_request(
             prompts,
             temperature=temperature,
             samples_per_prompt=samples_per_prompt,
@@ -269,7 +269,7 @@ class Generator:
             generation=generation,
         )
         own = self._or_known(lambda: self.responses(asked, releasing), listener=releasing) or {}
-        return self.gathered(asked, own)
+        return self.gather_rollout(asked, own)
 
     def generate_partly(
         self,
@@ -289,7 +289,7 @@ class Generator:
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
         work = under_way.work(count, **limits, sampling=config.sampling, stays=stays)
         own = self._or_known(lambda: self._rows(under_way, prompts, work, version=iteration - 1)) or {}
-        check_drawn(sorted(own.items()), self._replica)
+        check_same_tokens(sorted(own.items()), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         added = under_way.gathered(contributed, self._exchange, self._num_rewards)
         if self.routing is not None:
@@ -336,7 +336,7 @@ class Generator:
         if self._open_rows is not None:
             self._open_rows.abandon()
 
-    def ask(
+    def build_request(
         self,
         prompts: PromptBatch,
         *,
@@ -366,9 +366,9 @@ class Generator:
         prompts = own[self.layout.coordinates(self._platform.rank).replica]
         return replica_responses(self.engine, params, asked, prompts, listener=listener, turns=turns)
 
-    def gathered(self, asked: RolloutRequest, own: Mapping[int, RolloutRow]) -> RolloutBatch:
+    def gather_rollout(self, asked: RolloutRequest, own: Mapping[int, RolloutRow]) -> RolloutBatch:
         """The rollout that was asked for, whole on all ranks. Collective over the world. own: of the replica."""
-        check_drawn(own.items(), self._replica)
+        check_same_tokens(own.items(), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         rollout = whole_rollout(asked, contributed, exchange=self._exchange, num_rewards=self._num_rewards)
         if asked.temperature is None:

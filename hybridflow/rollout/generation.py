@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.packed import placed
+from hybridflow.algorithms.packed import scatter_masked
 from hybridflow.batch import (
     PromptBatch,
     RolloutBatch,
@@ -210,15 +210,15 @@ def joined_rollout(prompts: PromptBatch, num_samples: Tensor, rows: Tensors) -> 
     input_ids = torch.empty(len(mask), dtype=torch.int64)
     input_ids.numpy()[behind] = rows["token_ids"].numpy()
     input_ids.numpy()[~behind] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)].numpy()
-    rollout_log_probs, further = placed(rows["log_probs"], mask), {}
+    rollout_log_probs, further = scatter_masked(rows["log_probs"], mask), {}
     if "flags" in rows:
         flags = rows["flags"]
-        further["branch_starts"] = placed((flags & BEGINS) > 0, mask)
-        mask = placed((flags & SAMPLED) > 0, mask)
+        further["branch_starts"] = scatter_masked((flags & BEGINS) > 0, mask)
+        mask = scatter_masked((flags & SAMPLED) > 0, mask)
     if not prompt_lengths.all():
         prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
     if "versions" in rows:
-        further["versions"] = placed(rows["versions"], behind_prompts)[:, None]
+        further["versions"] = scatter_masked(rows["versions"], behind_prompts)[:, None]
     if "rewards" in rows and rows["rewards"].numel():
         further["environment_rewards"] = rows["rewards"]
     return RolloutBatch(

@@ -119,14 +119,14 @@ class FixedDataTrainer(Trainer):
         """See `Trainer`."""
         return fixed_flow(run, self.config.algorithm)
 
-    def described(self, recorder: Recorder, last: int) -> list[str]:
+    def start_lines(self, recorder: Recorder, last: int) -> list[str]:
         """See `Trainer`."""
         layouts = {name: model.layout for name, model in self.placed.models.items()}
         recorder.layout(self.placed.world_size, layouts, None)
         understood = self.inputs.understood(self.config)
         return [*self.checkpoint_manager.notes, *self.inputs.notes(), *understood, *self._notes(last)]
 
-    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+    def model_to_export(self) -> tuple[TrainedRole, Sequence[int]]:
         """See `Trainer`."""
         return self.models.trained()[0], self._end_token_ids()
 

@@ -14,7 +14,7 @@ from hybridflow.flows.models import Roles
 from hybridflow.flows.one_step_off import NEXT, OneStepOff
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.partial import UNDER_WAY, Partial
-from hybridflow.flows.replay import Replay, Replayed
+from hybridflow.flows.replay import Replay, ReplaySource
 from hybridflow.flows.synchronous import SharedEngine, Synchronous
 from hybridflow.parallel.platform import fresh_store
 from hybridflow.parallel.stop import StopRequest
@@ -42,7 +42,7 @@ def source_of(
     """Build the config's source of rollouts. After a fork or a noticed change, a checkpoint's rollouts are not used."""
     kept = manager.state.kept if manager.state is not None and manager.may_load_rollout else {}
     if isinstance(generator, Replay):
-        return Replayed(generator, scoring, config.sampling, draws=draws, watch=world.watch)
+        return ReplaySource(generator, scoring, config.sampling, draws=draws, watch=world.watch)
     if apart is not None:
         return OneStepOff(
             generator,

@@ -111,18 +111,18 @@ class Trainer(ABC):
         """Metrics of held-out rows. whole: of all sets; else of those whose turn it is. Collective."""
 
     @abstractmethod
-    def described(self, recorder: Recorder, last: int) -> list[str]:
+    def start_lines(self, recorder: Recorder, last: int) -> list[str]:
         """Record the layout; the lines that a person reads as the run begins. Collective."""
 
     @abstractmethod
-    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+    def model_to_export(self) -> tuple[TrainedRole, Sequence[int]]:
         """The model to write at the end, and ids of its end tokens."""
 
-    def to_come(self, last: int) -> Sequence[int]:
+    def remaining_iterations(self, last: int) -> Sequence[int]:
         """The iterations of this start."""
         return range(self.run.state.iteration + 1, last + 1)
 
-    def kept(self, state: RunState, moment: Moment) -> RunState:
+    def state_to_save(self, state: RunState, moment: Moment) -> RunState:
         """The state before an iteration that ends early, with what a save has beside it: see `flows.generation`."""
         return state
 
@@ -137,7 +137,7 @@ class Trainer(ABC):
             raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
         manager = self.checkpoint_manager
         with manager.recorder(last, decode) as recorder:
-            for line in self.described(recorder, last):
+            for line in self.start_lines(recorder, last):
                 recorder.message(line)
             if self.run.state.iteration >= last:
                 recorder.message(f"all {last} iterations are done; checkpoint.load=none starts anew")
@@ -152,9 +152,9 @@ class Trainer(ABC):
         return recorder.summary()
 
     def _export(self, recorder: Recorder) -> None:
-        manager, directory, (role, end_token_ids) = self.checkpoint_manager, self.config.run_dir, self.exported()
+        manager, directory, (role, end_token_ids) = self.checkpoint_manager, self.config.run_dir, self.model_to_export()
         recorder.phase(f"writing the trained {'model' if role.name == 'reward_model' else role.name}")
-        with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
+        with self.watchdog.phase("save"), manager.save_on_error(self.run.state, recorder):
             export_huggingface(
                 role,
                 directory / "hf",
@@ -172,7 +172,7 @@ class Trainer(ABC):
         if over is not None:
             recorder.message(f"the run is over: {over}; without stop_when the run continues")
             return
-        for iteration in self.to_come(last):
+        for iteration in self.remaining_iterations(last):
             metrics, why = self._recorded(self.iterate(iteration, last, recorder), iteration, last, recorder)
             ends = iteration == last or why is not None
             manager.after_iteration(self.run.state, metrics, recorder, is_last=ends)
@@ -195,7 +195,7 @@ class Trainer(ABC):
             except Exception as error:
                 if self.models_in_place:
                     state = partial(self._state_recorded, done, recorder)
-                    manager.save_before(error, iteration, state, recorder, done.metrics)
+                    manager.save_after_error(error, iteration, state, recorder, done.metrics)
                 raise
             recorder.evaluated(done, evaluation)
             why = why or manager.stop_reason(done.metrics, recorder)
@@ -222,7 +222,7 @@ class Trainer(ABC):
             done = book.finished(self.run, self.flow(self.run))
         except Stopped as stopped:
             book.abandon(self.run, before)
-            self.checkpoint_manager.save_and_stop(self.kept(before, "stopped"), recorder, stopped)
+            self.checkpoint_manager.save_and_stop(self.state_to_save(before, "stopped"), recorder, stopped)
         except NonFinite as found:
             found.tensors = dict(book.roles.portable(found.tensors))
             self.run.state = self._lost(self.run.state, found, recorder)
@@ -230,8 +230,8 @@ class Trainer(ABC):
         except Exception as error:
             if self.models_in_place and not book.steps_begun:
                 book.abandon(self.run, before)
-                kept = partial(self.kept, before, "failed")
-                self.checkpoint_manager.save_before(error, before.iteration, kept, recorder)
+                kept = partial(self.state_to_save, before, "failed")
+                self.checkpoint_manager.save_after_error(error, before.iteration, kept, recorder)
             raise
         finally:
             self.watchdog.rest()

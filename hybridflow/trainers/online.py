@@ -162,7 +162,7 @@ class OnlineTrainer(loop.Trainer):
             self.checkpoint_manager = loop.checkpoint_manager_of(
                 self.config,
                 digests,
-                self.roles.saved(self.config.algorithm.kl),
+                self.roles.roles_to_save(self.config.algorithm.kl),
                 platform=self.platform,
                 watchdog=self.watchdog,
                 group=group,
@@ -208,7 +208,7 @@ class OnlineTrainer(loop.Trainer):
         )
         self.scoring = overlapped_scoring(self.placed, self.roles, world)
         self.source = self._shipped_source(world) if self._own_source is None else self._own_source(self)
-        self.checkpoint_manager.completed = partial(self.source.state, moment="after")
+        self.checkpoint_manager.add_source_state = partial(self.source.state, moment="after")
         self.book: OnlineBookkeeping = OnlineBookkeeping(
             config,
             self.roles,
@@ -292,7 +292,7 @@ class OnlineTrainer(loop.Trainer):
         """See `Trainer`."""
         return self._flow(run)
 
-    def described(self, recorder: Recorder, last: int) -> list[str]:
+    def start_lines(self, recorder: Recorder, last: int) -> list[str]:
         """See `Trainer`."""
         of_source = self.source.begin_run()
         layouts = {name: model.layout for name, model in self.placed.models.items()}
@@ -301,17 +301,17 @@ class OnlineTrainer(loop.Trainer):
         understood = self.inputs.understood(self.config)
         return [*self.checkpoint_manager.notes, *self.inputs.notes(), *understood, *of_source, *self._notes(last)]
 
-    def exported(self) -> tuple[TrainedRole, Sequence[int]]:
+    def model_to_export(self) -> tuple[TrainedRole, Sequence[int]]:
         """See `Trainer`."""
         return self.run.actor, self.inputs.ends.ids
 
-    def to_come(self, last: int) -> Sequence[int]:
+    def remaining_iterations(self, last: int) -> Sequence[int]:
         """See `Trainer`: of a replay, those that there is a file of."""
         if self.replay is None:
-            return super().to_come(last)
+            return super().remaining_iterations(last)
         return self.replay.iterations(last, after=self.run.state.iteration)
 
-    def kept(self, state: RunState, moment: Moment) -> RunState:
+    def state_to_save(self, state: RunState, moment: Moment) -> RunState:
         """See `Trainer`."""
         return self.source.state(state, moment)
 
@@ -326,7 +326,7 @@ class OnlineTrainer(loop.Trainer):
             self._looked_at_ends = True
             if done.batch.truncated.all():
                 recorder.message(self.inputs.all_cut(self.config.sampling, done.number, len(done.batch)))
-        for line in [] if self.replay is None else self.replay.compared(iteration, done.batch.tensors()):
+        for line in [] if self.replay is None else self.replay.comparison_lines(iteration, done.batch.tensors()):
             recorder.message(line)
         return done
 

@@ -19,7 +19,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import ConfigError
-from hybridflow.flows.dynamic_sampling import SURPLUS, sampled, with_records
+from hybridflow.flows.dynamic_sampling import SURPLUS, sample_groups, with_records
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.routing_records import RoutingRecords
@@ -36,7 +36,7 @@ class Known:
 
 
 class Run:
-    """What `sampled` uses of a Run: prompts 0, 1, 2, ... of which `scores` says the scores, one a sample.
+    """What `sample_groups` uses of a Run: prompts 0, 1, 2, ... of which `scores` says the scores, one a sample.
 
     Prompt p has 1 + p % 2 tokens.
     """
@@ -94,7 +94,7 @@ def counts(run: Run) -> dict[str, float]:
 
 def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     run = Run({0: LIVE, 1: DEAD, 2: DEAD, 3: LIVE, 4: LIVE, 5: (2.0, 1.0)}, count=3)
-    rollout, scores = sampled(run, DynamicSampling())
+    rollout, scores = sample_groups(run, DynamicSampling())
     assert run.prompt_rows == (0, 3, 4) and run.state.num_prompts_drawn == 6
     assert rollout.input_ids.tolist() == [0, 0, 0, 1, 3, 3, 0, 3, 3, 1, 4, 0, 4, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
@@ -114,7 +114,7 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     run.iteration = 2
     run.draw()
     run._scores |= {6: DEAD, 7: LIVE, 8: LIVE}
-    rollout, scores = sampled(run, DynamicSampling())
+    rollout, scores = sample_groups(run, DynamicSampling())
     assert run.prompt_rows == (5, 7, 8) and scores.tolist() == [2, 1, 0, 1, 0, 1]
     assert run.score_parts["half"].tolist() == [1.0, 0.5, 0, 0.5, 0, 0.5], "of the surplus too"
     assert kept(run.state) == () and counts(run)["generation_rounds"] == 1
@@ -122,14 +122,14 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
 
 def test_a_surplus_may_be_dropped() -> None:
     run = Run({0: LIVE, 1: DEAD, 2: LIVE, 3: LIVE}, count=2)
-    sampled(run, DynamicSampling(surplus="drop"))
+    sample_groups(run, DynamicSampling(surplus="drop"))
     assert run.prompt_rows == (0, 2) and kept(run.state) == ()
     assert "1 dropped" in run.lines[0]
 
 
 def test_rounds_are_bounded_and_what_is_missing_is_filled_up() -> None:
     run = Run({0: DEAD, 1: DEAD, 2: LIVE, 3: DEAD, 4: LIVE, 5: LIVE}, count=2)
-    rollout, scores = sampled(run, DynamicSampling(max_generation_rounds=2))
+    rollout, scores = sample_groups(run, DynamicSampling(max_generation_rounds=2))
     assert run.prompt_rows == (2, 0) and scores.tolist() == [0, 1, 1, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 1, 1]
     assert counts(run)["groups_filled"] == 1 and counts(run)["generation_rounds"] == 2
@@ -138,19 +138,19 @@ def test_rounds_are_bounded_and_what_is_missing_is_filled_up() -> None:
 
 def test_with_nothing_to_learn_from_the_first_round_is_the_batch() -> None:
     run = Run({i: DEAD for i in range(6)}, count=2)
-    _, scores = sampled(run, DynamicSampling(max_generation_rounds=3))
+    _, scores = sample_groups(run, DynamicSampling(max_generation_rounds=3))
     assert run.prompt_rows == (0, 1) and scores.tolist() == [1, 1, 1, 1] and run.state.num_prompts_drawn == 6
 
 
 def test_a_surplus_of_another_group_size_is_left_out() -> None:
     run = Run({0: LIVE, 1: LIVE, 2: LIVE, 3: DEAD}, count=2)
     run._scores[1] = DEAD
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     run = Run({i: (0.0, 1.0, 2.0) for i in range(8)}, count=2, state=run.state)
     run.samples = always(3)
     run.state = replace(run.state, num_prompts_drawn=4)
     run.draw()
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     assert run.prompt_rows == (4, 5)
 
 
@@ -159,14 +159,14 @@ def test_groups_may_differ_in_size() -> None:
     scores = {0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0), 4: DEAD, 5: (1.0, 1.0, 1.0)}
     run = Run(scores, count=2)
     run.samples = LengthBuckets((1,), (2, 3))
-    rollout, raw = sampled(run, DynamicSampling())
+    rollout, raw = sample_groups(run, DynamicSampling())
     assert run.prompt_rows == (1, 2) and raw.tolist() == [0, 0, 2, 0, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1]
     assert rollout.input_ids.tolist() == [1, 1, 0, 1, 1, 1, 1, 1, 2, 2, 0, 2, 1]
     assert kept(run.state) == (3,)
     run.iteration = 2
     run.draw()
-    rollout, raw = sampled(run, DynamicSampling(max_generation_rounds=1))
+    rollout, raw = sample_groups(run, DynamicSampling(max_generation_rounds=1))
     assert run.prompt_rows == (3, 4) and raw.tolist() == [5, 4, 3, 1, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1] and rollout.prompt_lengths.tolist() == [2, 2, 2, 1, 1]
     assert counts(run)["groups_filled"] == 1 and counts(run)["groups_equal"] == 2
@@ -178,23 +178,23 @@ def test_groups_may_differ_in_size() -> None:
 def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: LengthBuckets[int], goes_on: bool) -> None:
     run = Run({0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0)}, count=2)
     run.samples = LengthBuckets((1,), (2, 3))
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     assert kept(run.state) == (3,)
     later = Run(
         {4: (0.0, 1.0, 2.0)[: sizes.for_length(1)], 5: (0.0, 1.0, 2.0)[: sizes.for_length(2)]}, count=2, state=run.state
     )
     later.samples = sizes
-    sampled(later, DynamicSampling())
+    sample_groups(later, DynamicSampling())
     assert later.prompt_rows == ((3, 4) if goes_on else (4, 5))
 
 
 def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
     """As on a resume with fewer prompts an iteration."""
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE, 6: LIVE, 7: DEAD}, count=3)
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     assert run.prompt_rows == (1, 2, 3) and kept(run.state) == (4, 5)
     smaller = Run(run._scores, count=2, state=run.state)
-    sampled(smaller, DynamicSampling())
+    sample_groups(smaller, DynamicSampling())
     assert smaller.prompt_rows == (4, 5) and smaller.state.num_prompts_drawn == 8
     assert kept(smaller.state) == (6,)
 
@@ -223,12 +223,12 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     """Of 2 layers, 3 a token: they stay with their tokens through a checkpoint and into the next iteration's batch."""
     before, after = records_of_one_rank(), records_of_one_rank()
     run = Routed({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE}, count=2, records=before)
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     state = run.state.keeping(SURPLUS, before.portable(run.state.kept[SURPLUS]))
     write_state(tmp_path, SavedRun(state, {}, {}, {}, None))
     state = with_records(load_state(tmp_path).state, after)
     later = Routed(run._scores, count=2, state=state, records=after)
-    rollout, _ = sampled(later, DynamicSampling())
+    rollout, _ = sample_groups(later, DynamicSampling())
     assert later.prompt_rows[0] == 3 and rollout.record_ids is not None
     experts = after.of_rows(rollout, range(len(rollout))).for_tokens(torch.arange(len(rollout.input_ids))).experts
     assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
@@ -238,7 +238,7 @@ def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
 
 def test_a_surplus_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE}, count=2)
-    sampled(run, DynamicSampling())
+    sample_groups(run, DynamicSampling())
     assert kept(run.state) == (3,)
     write_state(tmp_path, SavedRun(run.state, {}, {}, {}, None))
     loaded = load_state(tmp_path).state

@@ -15,7 +15,7 @@ from hybridflow.errors import DisagreementError
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.roles.engine_replica import check_drawn
+from hybridflow.roles.engine_replica import check_same_tokens
 from hybridflow.roles.warm_up import warm_up
 from hybridflow.rollout.patches import engine_pipelines, join_groups
 from hybridflow.rollout.row import RolloutRow
@@ -74,7 +74,7 @@ def drawn(rank: int) -> str:
     """Of two replicas, whose tokens differ in the first."""
     group = ProcessGroups().own([(0, 1), (2, 3)])
     try:
-        check_drawn([(4, RolloutRow([7, 8])), (5, RolloutRow([9, 1 + (rank == 1)]))], group)
+        check_same_tokens([(4, RolloutRow([7, 8])), (5, RolloutRow([9, 1 + (rank == 1)]))], group)
     except DisagreementError as error:
         return str(error)
     return ""
