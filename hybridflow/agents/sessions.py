@@ -134,7 +134,7 @@ class Sessions:
     def abandon(self) -> None:
         self._pool.finish_all(session.record.worker for session in self._left.values())
 
-    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
+    def on_turn_end(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         session, shared, sequence = self._by_number[row.number], self._shared, row.branches[branch]
         of_sequence, token_ids = session.requests[branch], turn.token_ids
         request, asked = of_sequence.request, of_sequence.asked

@@ -24,7 +24,12 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.kv_cache import KVCacheSize
-from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, asks_for_log_probs, models_that_wait, rows_told
+from hybridflow.placement.overlapped_scoring import (
+    UNITS_PER_BLOCK,
+    asks_for_log_probs,
+    num_deferred_rows,
+    overlapped_models,
+)
 from hybridflow.placement.placed import PlacedModel, PlacedModels, PlacedRun
 from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
@@ -131,7 +136,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     handed_over = total((whole.times(2), note.times(3)))
     if not beside:
         yield TimedOperation("exchange", "", world, handed_over)
-    waiting = models_that_wait(run)
+    waiting = overlapped_models(run)
     for name in scoring_order(config, run.computing):
         yield from _scored(run.computing[name], config, work, device, in_units=name in waiting)
     yield TimedOperation("exchange", "", flow, exchange + own_note.times(3))
@@ -200,7 +205,7 @@ def scored_rows(name: str, config: AnyConfig, work: Work) -> MeanRows:
     rows = MeanRows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
     if name != "actor":
         return rows
-    number = work.sequences - min(rows_told(config), work.sequences)
+    number = work.sequences - min(num_deferred_rows(config), work.sequences)
     if config.algorithm.update.whole_prompts:
         return replace(rows, number=number)
     return replace(rows, number=number, samples=max(1, round(work.samples * number / work.sequences)))

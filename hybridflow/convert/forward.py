@@ -17,7 +17,7 @@ from hybridflow.models import pipeline
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.models.output_layer import plain
+from hybridflow.models.output_layer import logits_or_values
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -85,7 +85,9 @@ def megatron_logits(spec: ModelSpec, prompts: list[Tensor], platform: Platform) 
         device=platform.device,
     )
     batch = packed_micro_batch(prompts, platform.device)
-    logits = pipeline.forward(chunks, grid, [batch], lambda output, _: {"out": plain(output).cpu()})[0]["out"]
+    logits = pipeline.forward(chunks, grid, [batch], lambda output, _: {"out": logits_or_values(output).cpu()})[0][
+        "out"
+    ]
     return logits[:, None] if spec.head == "score" else logits[:, : spec.vocab_size]
 
 

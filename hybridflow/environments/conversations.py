@@ -141,7 +141,7 @@ class Conversations:
     def abandon(self) -> None:
         self._pool.finish_all(conversation.record.worker for conversation in self._under_way.values())
 
-    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
+    def on_turn_end(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
         ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
         conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.algorithms.evaluation import majority_at_k, pass_at_k
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets
 from hybridflow.errors import RewardError
-from hybridflow.parallel.agreement import raise_known
+from hybridflow.parallel.agreement import raise_on_all_ranks
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.answers import AnswerReader
 from hybridflow.rewards.calls import FunctionCaller
@@ -138,7 +138,7 @@ def evaluate(
             failure = error
     scores = scorer.scores(responses, prompts) if scorer is not None else None
     if judge.function is not None or scores is not None:
-        raise_known(failure or (scores.failure if scores is not None else None), exchange.group)
+        raise_on_all_ranks(failure or (scores.failure if scores is not None else None), exchange.group)
     asked = [*own, *(scores.parts() if scores is not None else ())]
     wholes = exchange.gather_all(asked) if asked else []
     if judge.function is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.flows.step_metrics import check_finite
-from hybridflow.parallel.agreement import raise_known
+from hybridflow.parallel.agreement import raise_on_all_ranks
 from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.scorer import Scores
 
@@ -40,7 +40,7 @@ def exchanged(
     on one rank is raised on all.
     """
     for scores in [x for x in asked.values() if isinstance(x, Scores)]:
-        raise_known(scores.failure, exchange.group)
+        raise_on_all_ranks(scores.failure, exchange.group)
     parts = {name: () if isinstance(x, Tensor) else x.parts() for name, x in asked.items()}
     flat = [part for some in parts.values() for part in some]
     wholes = iter(exchange.gather_all(flat) if flat else [])

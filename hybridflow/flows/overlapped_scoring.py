@@ -80,7 +80,7 @@ class _Unfinished:
 class OverlappedScoring:
     """Of this rank. Building it is collective over the world, and so are `begin` and `assign_rest`.
 
-    models: those of `placement.overlapped_scoring.models_that_wait`, alike on all ranks; with them goes a store client.
+    models: those of `placement.overlapped_scoring.overlapped_models`, alike on all ranks; with a store client.
     sampling: says how many responses a prompt has, and how long.
     """
 

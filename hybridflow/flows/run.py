@@ -38,7 +38,7 @@ from hybridflow.flows.known import Pending, exchanged
 from hybridflow.flows.mini_batches import mini_batch_rows
 from hybridflow.flows.step_metrics import check_finite
 from hybridflow.parallel.exchange import PartialTensor
-from hybridflow.placement.overlapped_scoring import first_step_tells
+from hybridflow.placement.overlapped_scoring import defers_old_log_probs
 from hybridflow.recording.iteration import Metrics
 from hybridflow.rewards.scorer import Scores
 from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss
@@ -254,7 +254,7 @@ class Run(IterationData):
         return mini_batch_rows(prompt_indices, update, varies=varies, **order)
 
     def _defers(self) -> bool:
-        return self._book.trains and first_step_tells(self._online.algorithm, self.iteration)
+        return self._book.trains and defers_old_log_probs(self._online.algorithm, self.iteration)
 
     def _deferred_rows(self, prompts: PromptBatch) -> list[int]:
         """Rows of a rollout of these prompts whose old log-probs come with the first step: the first mini-batch."""

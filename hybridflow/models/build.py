@@ -134,8 +134,8 @@ class PackedModel(LanguageModule):
         raise NotImplementedError
 
     def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
-        counts, run_for = self.routing_counts, micro_batch.run_for
-        routing = routing_of(micro_batch.routed, micro_batch.rows, self.layers, counts, run_for)
+        counts, rows_per_token = self.routing_counts, micro_batch.rows_per_token
+        routing = routing_of(micro_batch.routed, micro_batch.rows, self.layers, counts, rows_per_token)
         embedded, packed = None, replace(micro_batch.packed, routing=routing)
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned

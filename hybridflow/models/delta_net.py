@@ -69,15 +69,15 @@ class DeltaNet(Mixer):
         super().__init__(config, layer_number)
         self._sizes, self._rule = sizes, rule
         ranks, heads, hidden = pg_collection.tp.size(), sizes.value_heads, config.hidden_size
-        self.in_proj_qkvz = linear.by_rows(config, hidden, 2 * sizes.keys + 2 * sizes.values, pg_collection)
-        self.in_proj_ba = linear.by_rows(config, hidden, 2 * heads, pg_collection)
+        self.in_proj_qkvz = linear.column_parallel(config, hidden, 2 * sizes.keys + 2 * sizes.values, pg_collection)
+        self.in_proj_ba = linear.column_parallel(config, hidden, 2 * heads, pg_collection)
         self._keys, self._values = sizes.keys // ranks, sizes.values // ranks  # of this rank
         self.conv1d = Convolution(2 * self._keys + self._values, sizes.kernel, config.params_dtype)
         self.A_log = nn.Parameter(torch.empty(heads // ranks))
         self.dt_bias = nn.Parameter(torch.empty(heads // ranks, dtype=config.params_dtype))
         self.out_norm = HeadNorm(config, sizes.value_dim, config.layernorm_epsilon)
         self.out_norm.group = pg_collection.tp
-        self.out_proj = linear.by_columns(config, sizes.values, hidden, pg_collection)
+        self.out_proj = linear.row_parallel(config, sizes.values, hidden, pg_collection)
 
     def keep_float32(self) -> None:
         """After a cast: A_log is float32 in any model, here and in the engine."""

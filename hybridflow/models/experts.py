@@ -177,7 +177,7 @@ class MixtureOfExperts(MegatronModule):
 
     `dispatcher`, `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on a
     config. place: which part of the experts this rank has.
-    replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
+    engine_experts: (t, k), the engine's experts of the next tokens: of all tokens, also with sequence parallelism.
     differences: where those are counted that the trainer would not have chosen.
     """
 
@@ -206,7 +206,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_experts = SharedExpert(config, shared_size, swiglu, gated=gated)
         self.group: dist.ProcessGroup | None = None
         self._again, self._shared_again = runs_again(config, "moe"), runs_again(config, "shared_experts")
-        self.replayed: Tensor | None = None
+        self.engine_experts: Tensor | None = None
         self.differences: RoutingMismatch | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
@@ -216,11 +216,11 @@ class MixtureOfExperts(MegatronModule):
         """The function restores this micro-batch's replayed experts before each run. Its first run alone counts
         differences and loads."""
         router = self.router
-        now = self.replayed, self.differences, router.replay, router.count
-        runs = iter((now, (self.replayed, None, replayed, None)))
+        now = self.engine_experts, self.differences, router.replay, router.count
+        runs = iter((now, (self.engine_experts, None, replayed, None)))
 
         def run(hidden: Tensor) -> Tensor:
-            self.replayed, self.differences, router.replay, router.count = next(runs)
+            self.engine_experts, self.differences, router.replay, router.count = next(runs)
             return self._computed(hidden)
 
         return run
@@ -244,12 +244,12 @@ class MixtureOfExperts(MegatronModule):
 
     def _own_replayed(self, num_tokens: int) -> Tensor | None:
         """Of the tokens that this rank routes, where sequence parallelism splits them."""
-        if self.replayed is None or len(self.replayed) == num_tokens:
-            return self.replayed
+        if self.engine_experts is None or len(self.engine_experts) == num_tokens:
+            return self.engine_experts
         start = not_none(self.group).rank() * num_tokens
         differences = self.differences
         self.router.replay = replayed if differences is None else differences.within(start, num_tokens).replayed
-        return self.replayed[start : start + num_tokens]
+        return self.engine_experts[start : start + num_tokens]
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: the expert's shares lie on the tensor-parallel ranks."""

@@ -71,17 +71,17 @@ class LatentAttention(Mixer):
         self._sizes, self._scale, self._functions = sizes, scale, functions
         self._group, heads, hidden = pg_collection.tp, config.num_attention_heads, config.hidden_size
         self._heads = heads // self._group.size()
-        self.linear_proj = linear.by_columns(config, heads * sizes.value_dim, hidden, pg_collection)
+        self.linear_proj = linear.row_parallel(config, heads * sizes.value_dim, hidden, pg_collection)
         if sizes.query_rank is None:
             self.linear_kv_a = ReplicatedLinear(config, sizes.cached)
-            self.linear_q = linear.by_rows(config, hidden, heads * sizes.head_dim, pg_collection)
+            self.linear_q = linear.column_parallel(config, hidden, heads * sizes.head_dim, pg_collection)
         else:
             self.linear_qkv_a = ReplicatedLinear(config, sizes.query_rank + sizes.cached)
             self.q_a_layernorm = norm(config, sizes.query_rank, eps=NORM_EPS)
-            self.linear_q_b = linear.by_rows(config, sizes.query_rank, heads * sizes.head_dim, pg_collection)
+            self.linear_q_b = linear.column_parallel(config, sizes.query_rank, heads * sizes.head_dim, pg_collection)
         self.kv_a_layernorm = norm(config, sizes.key_rank, eps=NORM_EPS)
         outputs = heads * (sizes.plain_dim + sizes.value_dim)
-        self.linear_kv_b = linear.by_rows(config, sizes.key_rank, outputs, pg_collection)
+        self.linear_kv_b = linear.column_parallel(config, sizes.key_rank, outputs, pg_collection)
 
     def forward(
         self,

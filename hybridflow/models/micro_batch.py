@@ -44,7 +44,7 @@ class MicroBatch:
     repeats: tuple[int, ...] = ()  # of each sequence of `packed`: how many rows it is run for, 0 of padding
     shared: SharedOutputs | None = None  # those of the ranks that share the tokens; None: there are no such ranks
 
-    def run_for(self) -> Tensor:
+    def rows_per_token(self) -> Tensor:
         """(t,) int64 on the CPU: for how many rows of the batch each token is run."""
         return torch.tensor(self.repeats).repeat_interleave(torch.tensor(self.packed.lengths))
 

@@ -22,11 +22,13 @@ class LinearClasses:
     column: LinearClass
     row: LinearClass
 
-    def by_rows(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
+    def column_parallel(
+        self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection
+    ) -> Any:
         """megatron's column-parallel layer: reads all tokens, and gives the outputs of this rank's rows of W."""
         return self.column(inputs, outputs, gather_output=False, **_options(config, groups, skip_bias_add=False))
 
-    def by_columns(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
+    def row_parallel(self, config: TransformerConfig, inputs: int, outputs: int, groups: ProcessGroupCollection) -> Any:
         """megatron's row-parallel layer: reads this rank's columns of inputs, and gives the sum over the ranks."""
         return self.row(inputs, outputs, input_is_parallel=True, **_options(config, groups, skip_bias_add=True))
 

@@ -80,7 +80,7 @@ class Outputs:
         return both
 
 
-def plain(output: Outputs | Tensor) -> Tensor:
+def logits_or_values(output: Outputs | Tensor) -> Tensor:
     """Of a policy model all logits, of a value model the values as they are."""
     return output.logits() if isinstance(output, Outputs) else output
 

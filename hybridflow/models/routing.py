@@ -204,11 +204,11 @@ def routing_of(
     token_r: Tensor,
     layers: Sequence[int],
     counts: RoutingCounts | None,
-    run_for: Callable[[], Tensor],
+    rows_per_token: Callable[[], Tensor],
 ) -> Routing | None:
     """What the mixtures of these layers need, on the device of `token_r`; None where they neither replay nor count.
 
-    token_r: of `RoutingMismatch`. counts: None: nobody counts. run_for: `times_t` of `ExpertLoad`, on the CPU.
+    token_r: of `RoutingMismatch`. counts: None: nobody counts. rows_per_token: `times_t` of `ExpertLoad`, on the CPU.
     """
     if tokens is None and (counts is None or counts.load is None):
         return None
@@ -217,7 +217,7 @@ def routing_of(
     if counts is not None and counts.differ is not None and engine_tlk is not None:
         differences = RoutingMismatch(counts.differ, token_r)
     if counts is not None and counts.load is not None:
-        load = ExpertLoad(counts.load, to_device_async(run_for(), token_r.device), layers)
+        load = ExpertLoad(counts.load, to_device_async(rows_per_token(), token_r.device), layers)
     return Routing(engine_tlk, differences, load)
 
 
@@ -228,7 +228,7 @@ def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     the layer in the chunk.
     """
     routing: Routing | None = getattr(kwargs["packed_seq_params"], "routing", None)
-    layer.mlp.replayed = None if routing is None or routing.experts is None else routing.experts[:, index]
+    layer.mlp.engine_experts = None if routing is None or routing.experts is None else routing.experts[:, index]
     differences, load = None, None
     if routing is not None and index not in routing.counted:
         differences, load = routing.differences, routing.load

@@ -68,7 +68,7 @@ def failures(own: str | None, group: dist.ProcessGroup) -> list[str]:
     return [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text is not None]
 
 
-def raise_known(own: Exception | None, group: dist.ProcessGroup) -> None:
+def raise_on_all_ranks(own: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise on all ranks what one of them has met: `own` there, OfAnotherRank elsewhere. Collective, as `failures`."""
     found = failures(None if own is None else f"{type(own).__name__}: {own}", group)
     if found:
@@ -98,9 +98,9 @@ def met_by_all(error: Exception, number: int, group: dist.ProcessGroup, store: S
 
 
 def _place(error: BaseException) -> str:
-    """Where ranks that call collectives alike have met it: each call, down to `raise_known` if that has raised it."""
+    """A digest of the calls that led to `error`, down to `raise_on_all_ranks` if that call has raised the error."""
     calls = traceback.extract_tb(error.__traceback__)
-    known = next((i for i, call in enumerate(calls) if call.name == raise_known.__name__), None)
+    known = next((i for i, call in enumerate(calls) if call.name == raise_on_all_ranks.__name__), None)
     return digest_bytes(*(f"{call.filename}:{call.lineno}".encode() for call in calls[:known])).hex()
 
 

@@ -65,7 +65,7 @@ class Call:
         return (rank, self.peer) if self.operation == "send" else (self.peer, rank)
 
     @property
-    def alike(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[object, ...]:
         """What all ranks of a group say alike."""
         sizes = () if self.operation in OWN_SIZES else (self.shape, self.elements)
         return self.operation, self.root, self.dtype, *sizes
@@ -103,7 +103,7 @@ def _disagreement(group: str, calls: Calls) -> Iterator[str]:
     for number, row in enumerate(zip_longest(*collectives.values())):
         ranks = defaultdict[object, list[int]](list)
         for rank, call in zip(collectives, row, strict=True):
-            ranks[call and call.alike].append(rank)
+            ranks[call and call.signature].append(rank)
         if len(ranks) > 1:
             said = {own[0]: row[list(collectives).index(own[0])] for own in ranks.values()}
             each = (f"{said[own[0]] or 'none'} on rank {shown(own)}" for own in ranks.values())

@@ -20,7 +20,7 @@ UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under w
 Block = tuple[int, ...]  # the ranks of one data-parallel replica of a model, ascending
 
 
-def models_that_wait(run: PlacedRun) -> tuple[str, ...]:
+def overlapped_models(run: PlacedRun) -> tuple[str, ...]:
     """Names of the models that compute ahead on some rank, in the order in which they do."""
     if not run.config.rollout.scores_while_waiting(cuda=run.cuda) or len(run.rollout.replicas) == 1:
         return ()
@@ -60,7 +60,7 @@ def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Bloc
     return found
 
 
-def first_step_tells(algorithm: Algorithm | FixedAlgorithm, iteration: int) -> bool:
+def defers_old_log_probs(algorithm: Algorithm | FixedAlgorithm, iteration: int) -> bool:
     """Whether the first mini-batch of this iteration, from 1, has old log-probs from the update."""
     if isinstance(algorithm, Custom | Distill | OneStep) or algorithm.policy.old_log_probs == "engine":
         return False
@@ -69,11 +69,11 @@ def first_step_tells(algorithm: Algorithm | FixedAlgorithm, iteration: int) -> b
     return algorithm.kl.use != "reward"
 
 
-def rows_told(config: AnyConfig) -> int:
+def num_deferred_rows(config: AnyConfig) -> int:
     """Rows of an iteration after any warm-up whose old log-probs come with the first step."""
     algorithm = config.algorithm
     warmup = algorithm.critic_warmup_iterations if isinstance(algorithm, PPO) else 0
-    if not first_step_tells(algorithm, warmup + 1):
+    if not defers_old_log_probs(algorithm, warmup + 1):
         return 0
     rows = config.batch_size
     return min(algorithm.update.mini_batch_size or rows, rows)
@@ -81,4 +81,4 @@ def rows_told(config: AnyConfig) -> int:
 
 def asks_for_log_probs(config: ExperimentConfig) -> bool:
     """Whether the actor makes a forward pass for old log-probs in an iteration after any warm-up."""
-    return config.algorithm.policy.old_log_probs == "trainer" and rows_told(config) < config.batch_size
+    return config.algorithm.policy.old_log_probs == "trainer" and num_deferred_rows(config) < config.batch_size

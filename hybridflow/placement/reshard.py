@@ -182,7 +182,7 @@ def _cut(
 
 
 def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operation] | Mapping[str, Outline]) -> bool:
-    """As `reshard.memory.moves`."""
+    """As `reshard.memory.releasable_storages`."""
     found = [operations[name] for name, _ in storage if name in operations]
     contained = len(found) == len(storage) and all(o.contains_training_shard for o in found)
     return contained and any(o.way is Way.GATHER for o in found)

@@ -31,7 +31,7 @@ from hybridflow.reshard.kernel import (
     prepared_copies,
     prepared_permutation,
 )
-from hybridflow.reshard.memory import OwnMemory, Resized, moves
+from hybridflow.reshard.memory import OwnMemory, Resized, releasable_storages
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Content, Piece, content, parcels_of
@@ -68,7 +68,7 @@ class WeightReshard:
     space: where the engine's own memory is reserved, so that no tensor of the engine ever lies elsewhere; None: with
     torch, which gives it other addresses each time.
     reads: on CPUs, whether ranks read in each other's memory where they can; all ranks say the same.
-    kept: names of weights that never change, which whole buckets are of: once the engine has memory of its own for
+    frozen: names of weights that never change, which whole buckets are of: once the engine has memory of its own for
     such a weight the memory stays, and nothing travels again. All ranks say the same.
     with_engine: whether they are in the engine's layout.
     """
@@ -84,7 +84,7 @@ class WeightReshard:
         group: dist.ProcessGroup,
         space: AddressSpace | None = None,
         reads: bool = False,
-        kept: Collection[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
@@ -92,20 +92,20 @@ class WeightReshard:
         self._dtype, self._device, self._mover = dtype, device, select_mover(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._stagings: dict[tuple[int, ...], _Staging] = {}
-        changing = {name: x for name, x in self._weights.items() if name not in kept}
-        self._moves = moves(changing, operations)
+        changing = {name: x for name, x in self._weights.items() if name not in frozen}
+        self._moves = releasable_storages(changing, operations)
         moved = {name for move in self._moves for name in move.names}
         steps = (
             self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, traffic, moved)
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         )
         self._steps = [step for step in steps if step.memory.operations or step.traffic.receives or step.traffic.sends]
-        self._later = [step for step in self._steps if not step.is_of(kept)]  # what the first time leaves to do
-        self._has_kept = False
+        self._later = [step for step in self._steps if not step.is_of(frozen)]  # what the first time leaves to do
+        self._has_frozen = False
         self._reads = self._later_reads = None
         if reads and device.type == "cpu":
             all_reads, later = (Reads([step.traffic for step in x], group) for x in (self._steps, self._later))
-            self._reads, self._later_reads = all_reads, later if kept else all_reads
+            self._reads, self._later_reads = all_reads, later if frozen else all_reads
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         weights_and_orders = [(self._weights[o.weight.megatron], o.order) for o in self._permuted]
         self._permute = prepared_permutation(weights_and_orders, self._mover)
@@ -179,9 +179,9 @@ class WeightReshard:
 
     def _fill_engine(self) -> ReshardCost:
         cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
-        steps, reads = (self._later, self._later_reads) if self._has_kept else (self._steps, self._reads)
+        steps, reads = (self._later, self._later_reads) if self._has_frozen else (self._steps, self._reads)
         exchange = self._exchange if reads is None else reads.begin(self._exchange)
-        self._has_kept = True
+        self._has_frozen = True
         for step in steps:
             self._changed(step.memory.allocate())
             step.fill()
@@ -308,9 +308,9 @@ class _Step:
     fill: Callable[[], object]  # makes them
     traffic: Traffic
 
-    def is_of(self, kept: Collection[str]) -> bool:
+    def is_of(self, frozen: Collection[str]) -> bool:
         """Whether the bucket's weights are among these: all are, or none."""
-        return self.names[0] in kept
+        return self.names[0] in frozen
 
 
 def _target(x: Tensor, piece: Piece) -> Tensor:

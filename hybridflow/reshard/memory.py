@@ -72,7 +72,7 @@ def _memory(num_bytes: int, device: torch.device, space: AddressSpace | None) ->
     return reserved
 
 
-class Move:
+class ReleasableStorage:
     """A training storage that is released while the engine's own memory holds all of the storage."""
 
     def __init__(self, weights: list[Tensor], operations: list[Operation]) -> None:
@@ -93,7 +93,7 @@ class Move:
         return -self._size
 
 
-def moves(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) -> list[Move]:
+def releasable_storages(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) -> list[ReleasableStorage]:
     """The storages to release: something in them must be gathered, and the engine has all of what they hold."""
     held: dict[int, list[str]] = {}
     for name, tensor in weights.items():
@@ -103,7 +103,7 @@ def moves(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) ->
         found = [operations[name] for name in names if name in operations]
         contained = len(found) == len(names) and all(o.contains_training_shard for o in found)
         if contained and any(o.way is Way.GATHER for o in found):
-            found_moves.append(Move([weights[name] for name in names], found))
+            found_moves.append(ReleasableStorage([weights[name] for name in names], found))
     return found_moves
 
 

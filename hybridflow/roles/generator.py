@@ -37,7 +37,7 @@ from hybridflow.rollout.generation import (
     RolloutListener,
     RolloutRequest,
     check_rows,
-    or_known,
+    fail_together,
     replica_responses,
     whole_rollout,
 )
@@ -93,7 +93,7 @@ class Generator:
             group=world_group(),
             space=space,
             reads=True,
-            kept=frozen_weights(actor.spec, "lm") if placed.keeps_base else (),
+            frozen=frozen_weights(actor.spec, "lm") if placed.keeps_base else (),
         )
         groups = groups or ProcessGroups()
         self._replica = groups.own(self.layout.replicas) if len(self.layout.replicas[0]) > 1 else None
@@ -217,9 +217,9 @@ class Generator:
             flops = forward_flops(self._actor.spec, rollout.lengths, outputs, head="lm")
             watch.count(flops / sum(map(len, self.layout.replicas)), self._actor.dtype)
 
-    def _or_known(self, generate: Callable[[], T], **listener: Any) -> T | None:
-        """See `generation.or_known`. Collective over the world."""
-        return or_known(generate, self.engine, self._exchange.group, size=len(self.layout.replicas[0]), **listener)
+    def _fail_together(self, generate: Callable[[], T], **listener: Any) -> T | None:
+        """See `generation.fail_together`. Collective over the world."""
+        return fail_together(generate, self.engine, self._exchange.group, size=len(self.layout.replicas[0]), **listener)
 
     @property
     def turn_counts(self) -> TurnCounts | None:
@@ -268,7 +268,7 @@ class Generator:
             first_prompt=first_prompt,
             generation=generation,
         )
-        own = self._or_known(lambda: self.responses(asked, releasing), listener=releasing) or {}
+        own = self._fail_together(lambda: self.responses(asked, releasing), listener=releasing) or {}
         return self.gather_rollout(asked, own)
 
     def generate_partly(
@@ -288,7 +288,7 @@ class Generator:
         config, count, stays = self._placed.config, len(self.layout.replicas), self._environments is not None
         limits = {"wanted": wanted, "iteration": iteration, "max_staleness": max_staleness}
         work = under_way.work(count, **limits, sampling=config.sampling, stays=stays)
-        own = self._or_known(lambda: self._rows(under_way, prompts, work, version=iteration - 1)) or {}
+        own = self._fail_together(lambda: self._rows(under_way, prompts, work, version=iteration - 1)) or {}
         check_same_tokens(sorted(own.items()), self._replica)
         contributed = own if self.layout.contributes(self._platform.rank) else {}
         added = under_way.gathered(contributed, self._exchange, self._num_rewards)

@@ -31,7 +31,7 @@ from hybridflow.batch import (
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.errors import RewardError, Stopped
-from hybridflow.parallel.agreement import raise_known
+from hybridflow.parallel.agreement import raise_on_all_ranks
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import preserved_random_state
 from hybridflow.parallel.rank_log import IN_FILES_ALONE
@@ -237,7 +237,7 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def or_known(
+def fail_together(
     generate: Callable[[], T],
     engine: RolloutEngine | None,
     group: dist.ProcessGroup,
@@ -262,5 +262,5 @@ def or_known(
                 engine.abort_all()
         if listener is not None:
             listener.on_failure()
-    raise_known(failure, group)
+    raise_on_all_ranks(failure, group)
     return found

@@ -55,7 +55,7 @@ def packed(
     return torch.cat(parts).view(torch.uint8)
 
 
-def sent(
+def exchange_parcels(
     exchange: Exchange,
     outgoing: Sequence[Tensor],
     incoming: Sequence[Parcel],

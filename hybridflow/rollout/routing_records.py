@@ -26,7 +26,16 @@ from hybridflow.models.prompt_groups import rows_that_stay
 from hybridflow.models.routing import RoutingSizes, RowExperts, bits
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
-from hybridflow.rollout.recorded import NO_PARCEL, Arrived, Parcel, RecordedPiece, filled, packed, sent, starts_of
+from hybridflow.rollout.recorded import (
+    NO_PARCEL,
+    Arrived,
+    Parcel,
+    RecordedPiece,
+    exchange_parcels,
+    filled,
+    packed,
+    starts_of,
+)
 
 EXPERTS, IDS = "routed_experts", "record_ids"  # in a file; in a batch
 Tensors = Mapping[str, Tensor]
@@ -171,7 +180,7 @@ class RoutingRecords:
         world = range(self._world.group.size())
         nothing = self.sizes.nothing(0)
         own = {number: nothing if piece.experts is None else piece.experts for number, piece in enumerate(pieces)}
-        return sent(
+        return exchange_parcels(
             self._world,
             [packed(own, parcel(self._rank, peer), lengths, every, self.sizes) for peer in world],
             [parcel(peer, self._rank) for peer in world],
@@ -226,7 +235,7 @@ class RoutingRecords:
                 return NO_PARCEL
             return Parcel([row for row, way in moves.items() if way == (sender, keeper)], layers)
 
-        arrived = sent(
+        arrived = exchange_parcels(
             self._replicas,
             [
                 packed(self._of_rows(ids, parcel(own, peer).rows), parcel(own, peer), lengths, layers, self.sizes)
@@ -299,7 +308,7 @@ class RoutingRecords:
             return Parcel([row for row, record in found.items() if record.keeper == at.dp], self._stages[at.pp])
 
         kept = {row: record.experts for row, record in found.items() if record.experts is not None}
-        arrived = sent(
+        arrived = exchange_parcels(
             exchange,
             [packed(kept, parcel(self._rank, peer), lengths, self._own_layers, self.sizes) for peer in ranks],
             [parcel(peer, self._rank) for peer in ranks],

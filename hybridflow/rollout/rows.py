@@ -74,25 +74,25 @@ class Transcript:
 class Branch(Written):
     """A sequence of a row that the engine reads by itself. prompt: the row's, of the first; a further one has none.
 
-    turn: number of the last turn, without dropped turns; asked: with dropped turns. speaks: the engine generates
-    the last turn. kept: the number of tokens that `drop` leaves. read: digest of the tokens that the turn was
+    turn: number of the last turn, without dropped turns; num_requests: with dropped turns. speaks: the engine generates
+    the last turn. kept: the number of tokens that `drop` leaves. seed_key: digest of the tokens that the turn was
     requested with, and the number of this request among equal ones.
     opening: tokens that count as prompt for a limit: the row's, or those of the first request.
-    seed, most: seed and token limit of the last turn. calls, spoken: how often the engine was stopped in that turn,
-    and how many tokens the turn had then.
+    seed, most: seed and token limit of the last turn. calls: how often the engine was stopped in that turn.
+    num_generated: tokens of the turn at the last stop.
     transcript, before: the transcript now, and the one that `drop` restores.
     """
 
     prompt: list[int] = field(default_factory=list)
     turn: int = 0
-    asked: int = 0
+    num_requests: int = 0
     speaks: bool = False
     kept: int = 0
-    read: tuple[bytes, int] = (b"", 0)
+    seed_key: tuple[bytes, int] = (b"", 0)
     opening: int = 0
     seed: int = 0
     most: int = 0
-    spoken: int = 0
+    num_generated: int = 0
     calls: int = 0
     transcript: Transcript = field(default_factory=Transcript)
     before: Transcript = field(default_factory=Transcript)
@@ -145,7 +145,7 @@ class TurnRow:
 
     def __init__(self, number: int, of_rollout: int, request: Request, *, several: bool = False) -> None:
         self.number, self.of_rollout, self._several, self.version = number, of_rollout, several, 0
-        self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `Branch.read`
+        self._first, self._read = request, set[tuple[bytes, int]]()  # of all turns, see `Branch.seed_key`
         self.branches = [Branch(prompt=request.prompt, opening=len(request.prompt))]
         self.columns: Mapping[str, Any] = {}
         self.limit, self.begun = 0, 0.0
@@ -172,7 +172,7 @@ class TurnRow:
         for number, sequence in enumerate(self.branches) if event.drops else ():
             if sequence.speaks if event.ends else number == event.branch:
                 calls += [EngineCall(self._name(number))] if sequence.speaks else []
-                self._read.discard(sequence.read)  # what is asked next is asked as if there had been no such turn
+                self._read.discard(sequence.seed_key)  # what is asked next is asked as if there had been no such turn
                 sequence.drop()
         if event.ends:
             self.branches[0].add(event.token_ids, self.version)
@@ -190,7 +190,7 @@ class TurnRow:
         sequence.speaks = not ends
         sequence.add(token_ids, self.version, log_probs)
         if not ends:
-            sequence.spoken, sequence.calls = sequence.spoken + len(token_ids), sequence.calls + 1
+            sequence.num_generated, sequence.calls = sequence.num_generated + len(token_ids), sequence.calls + 1
 
     def resumed(self) -> list[EngineCall]:
         """What the engine is to do to go on with the turns that a stop has cut: a seed has the number of the stop."""
@@ -198,20 +198,20 @@ class TurnRow:
         for number, sequence in enumerate(self.branches):
             if sequence.speaks:
                 seed = request_seed(sequence.seed, 0, sequence.calls)
-                request = Request(sequence.all_tokens, seed, self._first.bucket, sequence.spoken)
-                calls.append(EngineCall(self._name(number), request, sequence.most - sequence.spoken))
+                request = Request(sequence.all_tokens, seed, self._first.bucket, sequence.num_generated)
+                calls.append(EngineCall(self._name(number), request, sequence.most - sequence.num_generated))
         return calls
 
     def _name(self, branch: int) -> str:
-        return f"{self.number}.{branch}.{self.branches[branch].asked}"
+        return f"{self.number}.{branch}.{self.branches[branch].num_requests}"
 
     def _next_request(self, branch: int, max_tokens: int) -> Request:
         """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
         sequence = self.branches[branch]
-        sequence.turn, sequence.asked, sequence.speaks = sequence.turn + 1, sequence.asked + 1, True
+        sequence.turn, sequence.num_requests, sequence.speaks = sequence.turn + 1, sequence.num_requests + 1, True
         ids = sequence.all_tokens
         sequence.seed, sequence.most = self._seed(sequence, ids), max_tokens
-        sequence.spoken = sequence.calls = 0
+        sequence.num_generated = sequence.calls = 0
         return Request(ids, sequence.seed, self._first.bucket)
 
     def _seed(self, sequence: Branch, ids: Sequence[int]) -> int:
@@ -220,11 +220,11 @@ class TurnRow:
             return self._first.seed if sequence.turn == 1 else request_seed(self._first.seed, sequence.turn)
         digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
         number = next(number for number in count(1) if (digest, number) not in self._read)
-        sequence.read = digest, number
-        self._read.add(sequence.read)
+        sequence.seed_key = digest, number
+        self._read.add(sequence.seed_key)
         return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
-    def ended(self, last: TurnEvent) -> RolloutRow:
+    def finished_row(self, last: TurnEvent) -> RolloutRow:
         """The finished row, without branches that have no sampled token. Of a failed row the first branch alone counts.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an

@@ -91,7 +91,7 @@ class Answers(Protocol):
     def abandon(self) -> None:
         """The rows that are left have no end. Who has begun something for them ends it."""
 
-    def said(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
+    def on_turn_end(self, row: TurnRow, branch: int, turn: RolloutRow) -> None:
         """A turn of the model has ended, and the record has it."""
 
     def work(self, *, wait: bool) -> None:
@@ -284,7 +284,7 @@ class TurnTaking:
         for event, calls in self._agreed(wait=not engine.is_busy):
             make_calls(engine, calls, params)
             if event.ends:
-                ended.append((event.row, self._rows[event.row].ended(event)))
+                ended.append((event.row, self._rows[event.row].finished_row(event)))
                 self._rows.forget(event.row)
         return ended
 
@@ -307,17 +307,17 @@ class TurnTaking:
             return  # of a row that has ended while a step was under way
         record, turn = self._rows[number], response_of(output.outputs[0])
         sequence = record.branches[branch]
-        if not sequence.speaks or asked != sequence.asked:
+        if not sequence.speaks or asked != sequence.num_requests:
             return  # of a turn that was dropped while a step was under way
         if sequence.turn > 1:
             self._counts.prefix_tokens += sequence.num_tokens
             self._counts.cached_tokens += output.num_cached_tokens or 0
         self._rows.hear(number, branch, turn.token_ids, turn.log_probs)
-        if sequence.spoken:  # a stop has cut the turn, and the whole of it has ended now
-            first = len(sequence.token_ids) - len(turn.token_ids) - sequence.spoken
+        if sequence.num_generated:  # a stop has cut the turn, and the whole of it has ended now
+            first = len(sequence.token_ids) - len(turn.token_ids) - sequence.num_generated
             turn = RolloutRow(sequence.token_ids[first:], sequence.log_probs[first:], state=turn.state)
         if self._answers is not None:
-            self._agreement.attempt(self._answers.said, record, branch, turn)
+            self._agreement.attempt(self._answers.on_turn_end, record, branch, turn)
 
     def _go_on(self, engine: RolloutEngine, params: "Sequence[SamplingParams]", version: int) -> None:
         if self._paused and self._answers is not None:

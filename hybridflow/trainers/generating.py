@@ -19,7 +19,7 @@ from hybridflow.flows.synchronous import SharedEngine, Synchronous
 from hybridflow.parallel.platform import fresh_store
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.store_client import StoreClient
-from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
+from hybridflow.placement.overlapped_scoring import blocks_within, overlapped_models
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
@@ -88,7 +88,7 @@ def overlapped_scoring(placed: PlacedRun, roles: Roles, world: RunContext) -> Ov
     rank, known = world.platform.rank, roles.scoring()
     models = [
         OverlappedModel(*known[name], blocks_within(placed.computing[name].layout, placed.rollout))
-        for name in models_that_wait(placed)
+        for name in overlapped_models(placed)
         if placed.config.data.environment is None  # what it has written is not announced
     ]
     return OverlappedScoring(

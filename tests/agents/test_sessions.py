@@ -559,7 +559,7 @@ def test_requests_wait_while_the_engine_does_something_else() -> None:
     assert events == {1: TurnEvent(1, drops=True), 2: TurnEvent(2, FIRST, 32)}, "none has failed"
     assert rows.driven.rows[1].branches[0].token_ids == []
     rows.driven.rows.hear(0, 0, ids(f"4{END}"), [-0.5] * 2)
-    rows.sessions.said(rows.driven.rows[0], 0, RolloutRow(list(ids(f"34{END}")), [-0.5] * 3, state=ENDED))
+    rows.sessions.on_turn_end(rows.driven.rows[0], 0, RolloutRow(list(ids(f"34{END}")), [-0.5] * 3, state=ENDED))
     assert said(waits)["content"] == "34" and waits.result().json()["usage"]["completion_tokens"] == 3
     rows.driven.said(2, ids(f"6{END}"), truncated=False)
     assert said(asks)["content"] == "6"

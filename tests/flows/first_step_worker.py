@@ -72,9 +72,9 @@ def main(config: Path, out: Path) -> None:
     records = {}
     for case, (_, overrides) in CASES.items():
         ways = {}
-        for way, tells in {"told": flows_run.first_step_tells, "computed": lambda *_: False}.items():
+        for way, tells in {"told": flows_run.defers_old_log_probs, "computed": lambda *_: False}.items():
             name = f"{case} {way}".replace(" ", "_").replace(",", "")
-            with patch.object(flows_run, "first_step_tells", tells):
+            with patch.object(flows_run, "defers_old_log_probs", tells):
                 ways[way] = iterations(ExperimentConfig.from_yaml(config, [f"name={name}", SGD, *overrides]), case)
         records[case] = compared(ways["told"], ways["computed"])
     records["not finite"] = not_finite(ExperimentConfig.from_yaml(config, ["name=bad", *CASES["two steps"][1]]))

@@ -97,7 +97,7 @@ def test_the_functions_of_the_run_judge_by_their_weighted_sum_without_models(mon
     functions = (FunctionScores((_term(first),), zeros, zeros), FunctionScores((_term(second),), zeros, failed))
     terms = (model, *functions[0].parts, *functions[1].parts)
     scores = Scores(terms, (2.0, 0.75, 0.25), ("model_0", "one", "two"), functions, judging=(0.75, 0.25))
-    monkeypatch.setattr("hybridflow.flows.evaluate.raise_known", lambda *_: None)
+    monkeypatch.setattr("hybridflow.flows.evaluate.raise_on_all_ranks", lambda *_: None)
     read, _ = answer_reader(None)
     caller, scorer = FunctionCaller(lambda ids: "", rank=0, world_size=1, error_score=0.0), SimpleNamespace()
     scorer.scores = lambda *_: scores

@@ -10,7 +10,7 @@ from hybridflow.batch import RolloutBatch, Tokens, response_mask
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import GRPO, PPO, RLOO, Custom, Distill
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
-from hybridflow.placement.overlapped_scoring import asks_for_log_probs, first_step_tells, rows_told
+from hybridflow.placement.overlapped_scoring import asks_for_log_probs, defers_old_log_probs, num_deferred_rows
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.first_step_worker import CASES
 from tests.launch import run_ranks
@@ -115,7 +115,7 @@ def test_tokens_with_values_given():
     ],
 )
 def test_which_flows_leave_them_to_the_first_step(algorithm, iteration, expected):
-    assert first_step_tells(algorithm, iteration) == expected
+    assert defers_old_log_probs(algorithm, iteration) == expected
 
 
 GROUPS = ("critic=null", "sampling.samples_per_prompt=2")
@@ -135,4 +135,4 @@ GROUPS = ("critic=null", "sampling.samples_per_prompt=2")
 def test_rows_told(expected, overrides, config):
     """Of the eight rows of an iteration, or of four."""
     found = ExperimentConfig.from_yaml(config, list(overrides))
-    assert (rows_told(found), asks_for_log_probs(found)) == expected
+    assert (num_deferred_rows(found), asks_for_log_probs(found)) == expected

@@ -25,7 +25,7 @@ from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, r
 from hybridflow.models import build, layer_classes, optimizer, pipeline
 from hybridflow.models.build import PackedModel
 from hybridflow.models.named_weights import named_weights
-from hybridflow.models.output_layer import plain
+from hybridflow.models.output_layer import logits_or_values
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -92,7 +92,7 @@ def again(spec: ModelSpec, grid: Grid, platform: Platform) -> dict[str, Any]:
 
 def outputs_of(chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor]) -> torch.Tensor:
     micro_batch = packed_micro_batch(prompts, torch.device("cpu"))
-    return pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"out": plain(output)})[0]["out"]
+    return pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"out": logits_or_values(output)})[0]["out"]
 
 
 def seen_values(
@@ -147,7 +147,7 @@ def gradients(spec: ModelSpec, grid: Grid, chunks: list[PackedModel]) -> dict[st
             for chunk in chunks
         ]
     batches = [packed_micro_batch(random_prompts(spec, seed=seed), torch.device("cpu")) for seed in (1, 2, 3)]
-    pipeline.forward_backward(wrapped, grid, batches, lambda output, _: (plain(output).square().mean(), {}))
+    pipeline.forward_backward(wrapped, grid, batches, lambda output, _: (logits_or_values(output).square().mean(), {}))
     parameters: Any = {name: x for name, x in chunks[0].named_parameters() if x.requires_grad}
     return {name: (x.main_grad.clone(), x.grad_added_to_main_grad) for name, x in parameters.items()}
 
@@ -156,9 +156,11 @@ def seen(
     spec: ModelSpec, chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor], expected: torch.Tensor
 ) -> dict[str, Any]:
     (model,), micro_batch = chunks, packed_micro_batch(prompts, torch.device("cpu"))
-    logits = pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"logits": plain(output)})[0]["logits"]
+    logits = pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"logits": logits_or_values(output)})[0][
+        "logits"
+    ]
     logits = logits[:, None] if spec.head == "score" else logits[:, : spec.vocab_size]
-    plain(model(micro_batch)).square().mean().backward()
+    logits_or_values(model(micro_batch)).square().mean().backward()
     layer = model.decoder.layers[0]
     return {
         "difference": float((logits - expected).abs().max()),

@@ -7,7 +7,7 @@ import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.placement.overlapped_scoring import asks_for, blocks_within, models_that_wait
+from hybridflow.placement.overlapped_scoring import asks_for, blocks_within, overlapped_models
 from hybridflow.placement.placed import place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
@@ -52,7 +52,7 @@ GROUPS = ("sampling.samples_per_prompt=2", "critic=null", *TP1[:1])
     ],
 )
 def test_models_that_wait(config: Path, expected: tuple[str, ...], overrides: tuple[str, ...]) -> None:
-    assert models_that_wait(place(ExperimentConfig.from_yaml(config, list(overrides)), 4, cuda=False)) == expected
+    assert overlapped_models(place(ExperimentConfig.from_yaml(config, list(overrides)), 4, cuda=False)) == expected
 
 
 def test_an_actor_that_replays_routing_does_not_wait(config: Path) -> None:

@@ -126,7 +126,7 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
                 device=torch.device("cpu"),
                 experts=experts,
             ):
-                made.append((some, rows, each, routing_of(each.routed, each.rows, layers, None, each.run_for)))
+                made.append((some, rows, each, routing_of(each.routed, each.rows, layers, None, each.rows_per_token)))
     assert not watched.wide and watched.narrow > 20
     num_rows = 0
     for some, rows, each, routing in made:
@@ -136,8 +136,10 @@ def test_from_vllms_output_to_a_micro_batch_on_the_device(num_experts: int, exch
         before = each.where - offsets(some.lengths)[of_row] - 1
         for place, row, position in zip(each.rows.tolist(), rows[of_row].tolist(), before.tolist(), strict=True):
             assert torch.equal(routing.experts[place].long(), expected[row][position])
-        padded = each.run_for() == 0
-        assert not routing.experts[padded].long().any() and int(each.run_for().sum()) == int((some.lengths - 1).sum())
+        padded = each.rows_per_token() == 0
+        assert not routing.experts[padded].long().any() and int(each.rows_per_token().sum()) == int(
+            (some.lengths - 1).sum()
+        )
         own_choice = torch.zeros(len(each.input_ids), CHOSEN, dtype=torch.int64)
         taken = replayed(own_choice, routing.experts[:, 2])
         assert torch.equal(taken, torch.where(padded[:, None], own_choice, routing.experts[:, 2].long()))

@@ -62,16 +62,16 @@ def test_only_errors_of_whole_replicas_wait_for_the_other_ranks(
 ) -> None:
     """An engine of several ranks cannot go on where one of them has failed: the others do not come."""
     met: list[Exception | None] = []
-    monkeypatch.setattr(generation, "raise_known", lambda own, group: met.append(own))
+    monkeypatch.setattr(generation, "raise_on_all_ranks", lambda own, group: met.append(own))
 
     def generate() -> None:
         raise error
 
     if known:
-        assert generation.or_known(generate, None, None, size=size) is None and met == [error]
+        assert generation.fail_together(generate, None, None, size=size) is None and met == [error]
         return
     with pytest.raises(type(error)):
-        generation.or_known(generate, None, None, size=size)
+        generation.fail_together(generate, None, None, size=size)
     assert not met
 
 
@@ -103,7 +103,7 @@ def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     third = asked(row)
     assert (first.prompt, second.prompt, third.prompt) == ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert len({first.seed, second.seed, third.seed}) == 3 and first.seed == 7 and second.bucket == 1
-    found = row.ended(TurnEvent(0, ends=True, truncated=True, rewards=(1.0,)))
+    found = row.finished_row(TurnEvent(0, ends=True, truncated=True, rewards=(1.0,)))
     assert found.token_ids == [3, 4, 5, 6] and sampled(found) == [True, True, False, True] and found.truncated
     assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and starts(found) == []
 
@@ -123,8 +123,8 @@ def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it(several: 
     for token in (6, 4):
         again, expected = asked(row, token), asked(other, token)
         assert again == expected and again.prompt == [1, 3, token] and first.speaks
-        assert first.asked == other.branches[0].asked + 1
-        assert row.apply(TurnEvent(0, drops=True)) == [EngineCall(f"0.0.{first.asked}")]
+        assert first.num_requests == other.branches[0].num_requests + 1
+        assert row.apply(TurnEvent(0, drops=True)) == [EngineCall(f"0.0.{first.num_requests}")]
         other.apply(TurnEvent(0, drops=True))
     assert (first.token_ids, row.turn) == ([3], 1)
 
@@ -157,7 +157,7 @@ def test_nothing_of_a_failed_row_is_the_policys() -> None:
     row.hear(0, [3, 4], [-0.1, -0.2])
     asked(row, 8, 9, branch=1)
     row.hear(1, [5], [-0.3])
-    found = row.ended(TurnEvent(0, ends=True, failed=True, rewards=(float("nan"),)))
+    found = row.finished_row(TurnEvent(0, ends=True, failed=True, rewards=(float("nan"),)))
     assert sampled(found) == [False, False] and found.log_probs == [0.0, 0.0] and found.token_ids == [3, 4]
     assert starts(found) == []
 
@@ -181,8 +181,8 @@ def row_of(*order: int, prompt: bool = True) -> tuple[TurnRow, dict[int, int]]:
 def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10), row_of(10, 30, 20)
     assert seeds == others and len(set(seeds.values())) == 3
-    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found == other.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    found = row.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [3, 10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and starts(found) == [1, 4, 7]
     assert sampled(found) == [True, *[False, False, True] * 2, False, False, False, True]
     assert found.log_probs == [-0.1, 0, 0, -1.0, 0, 0, -2.0, 0, 0, 0, -3.0]
@@ -191,8 +191,8 @@ def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
 def test_so_have_those_of_a_row_without_a_prompt() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10, prompt=False), row_of(10, 30, 20, prompt=False)
     assert seeds == others
-    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
-    assert found == other.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    found = row.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and starts(found) == [3, 6]
 
 
@@ -226,7 +226,7 @@ def test_a_branch_without_an_answer_is_left_out() -> None:
     row, _ = row_of(20)
     asked(row, 9, branch=2)
     row.apply(TurnEvent(0, drops=True, branch=2))
-    assert starts(row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))) == [1]
+    assert starts(row.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))) == [1]
 
 
 def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
@@ -252,7 +252,7 @@ def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
     rows.go_on(2)
     rows.hear(0, 0, [9], [-0.5])
     assert row.resumed() == [] and rows.num_speaking == 0 and row.turn == 2
-    found = row.ended(TurnEvent(0, ends=True, rewards=(1.0,)))
+    found = row.finished_row(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [3, 4, 5, 6, 8, 9] and found.log_probs == [-0.1, 0.0, -0.2, -0.3, -0.4, -0.5]
     assert found.versions == [0, 0, 0, 0, 1, 2] and sampled(found) == [True, False, True, True, True, True]
 

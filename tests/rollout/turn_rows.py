@@ -32,4 +32,4 @@ class DrivenRows:
 
     def say(self, row: int, turn: RolloutRow, branch: int = 0) -> None:
         self.rows.hear(row, branch, turn.token_ids, turn.log_probs)
-        self.answers.said(self.rows[row], branch, turn)
+        self.answers.on_turn_end(self.rows[row], branch, turn)

@@ -18,7 +18,7 @@ from hybridflow.cpu.megatron.weight_gradients import wgrad_gemm_accum_fp32
 from hybridflow.models import optimizer
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import padding, prediction_micro_batches
-from hybridflow.models.output_layer import plain
+from hybridflow.models.output_layer import logits_or_values
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -102,7 +102,7 @@ def gradients(model: Path, calls: list[int], recompute: str = "none") -> Tensor:
     ) as adds:
         (chunk,) = trained.chunks
         for micro_batch in micro_batches:
-            plain(chunk(micro_batch)).square().mean().backward()
+            logits_or_values(chunk(micro_batch)).square().mean().backward()
     calls.append(adds.call_count)
     return torch.cat([p.main_grad.flatten() for p in chunk.module.parameters()])
 
