@@ -212,7 +212,7 @@ TABLE = {
         "one step off",
         (
             End("hybridflow.flows.engine_ranks:EngineRanks._respond", 4, rank="1"),
-            End("hybridflow.roles.generator:Generator.gathered", 1),
+            End("hybridflow.roles.generator:Generator.gather_rollout", 1),
             TOLD,
         ),
         left_out=("reshard/",),

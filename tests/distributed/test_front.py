@@ -87,7 +87,7 @@ def test_the_config_that_it_left_is_run_as_any(reference, out) -> None:
     record = json.loads((out / "record.json").read_text())
     assert "it was built from a config, whose checkpoint.load says" in record["load by config"]
     assert record["directory by config"] == like(
-        f"checkpoint_dir = {str(out / 'fork')!r}: output_dir and name of the config say it"
+        f"checkpoint_dir = {str(out / 'fork')!r}: set output_dir and name in the config"
     )
 
 

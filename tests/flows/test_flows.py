@@ -131,7 +131,7 @@ def test_scores_below_zero_are_refused_where_their_mean_divides(records):
     assert record["moved"] == [False]
     assert re.fullmatch(
         r"RewardError: the score of row \d is -[1-9]\.0: maxrl divides by the mean score of a group, none may be "
-        r"negative",
+        r"negative\. Give rewards of at least 0, or choose another algorithm",
         record["error"],
     )
 
@@ -245,7 +245,7 @@ def test_a_reward_model_without_a_head_is_refused(records, root):
     """It would score everything 0."""
     assert records["headless_reward"]["error"] == (
         like(
-            f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: it would score "
-            "everything 0"
+            f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: give a "
+            "classification model"
         )
     )

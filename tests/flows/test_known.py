@@ -14,7 +14,7 @@ def test_tensors_go_by_the_names_they_were_asked_for() -> None:
 
 
 def test_a_name_that_was_not_asked_for_is_told_with_those_that_were() -> None:
-    with pytest.raises(AttributeError, match="not asked for ref_log_probs; it gave values, log_probs"):
+    with pytest.raises(AttributeError, match=r"pass ref_log_probs=.* which gave only values, log_probs"):
         _ = Known(values=torch.zeros(1), log_probs=torch.zeros(1)).ref_log_probs
-    with pytest.raises(AttributeError, match="it gave nothing"):
+    with pytest.raises(AttributeError, match="which gave only nothing"):
         _ = Known().values

@@ -106,7 +106,7 @@ def test_deep_ep_is_refused_with_its_reason_and_not_chosen_on_a_cpu(found: list)
     missing = "; ".join(f"rank {rank}: deep_ep cannot be imported" for rank in range(4))
     for of_rank in found:
         assert of_rank["auto"] == of_rank["auto on GPUs"] == "AllToAll"
-        assert of_rank["refused"] == f"token_dispatcher: deepep: {missing}"
+        assert of_rank["refused"] == f"token_dispatcher: deepep: {missing}. Write token_dispatcher: auto"
         assert of_rank["reasons"] == [
             None,
             "each expert is cut over 2 ranks, and DeepEP sends a choice to one rank",
