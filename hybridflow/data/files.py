@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,7 +17,7 @@ NUM_SAMPLED = 64
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Errors: DataError where it cannot be read, or not again."""
     try:
         with path.open("rb") as file:
@@ -46,7 +47,7 @@ def check_unchanged(path: Path, file: BinaryIO, was: tuple[int, int]) -> None:
         )
 
 
-def content_digest(file: BinaryIO, size: int) -> bytes:
+def content_digest(file: BufferedReader, size: int) -> bytes:
     """Of all bytes; of a file above MOST_DIGESTED, of the size and blocks at equal distances, the last included.
 
     A hash of 10 GB takes longer than all else that happens before a run begins.
@@ -54,9 +55,7 @@ def content_digest(file: BinaryIO, size: int) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     if size <= MOST_DIGESTED:
         file.seek(0)
-        while block := file.read(BLOCK):
-            found.update(block)
-        return found.digest()
+        return hashlib.file_digest(file, lambda: found).digest()
     found.update(str(size).encode())
     length = BLOCK // 4
     for i in range(NUM_SAMPLED):

@@ -20,10 +20,9 @@ from hybridflow.data.gym_files import rows_of_task
 from hybridflow.data.hub_data_sets import fetch_data_set, files_of_data_set
 from hybridflow.data.json_array import JsonArray, begins_as_array
 from hybridflow.data.json_lines import JsonLines
-from hybridflow.data.listing import JSON, JSON_LINES, PARQUET, TEXT_TABLES, local_files, to_parquet
+from hybridflow.data.listing import ARROW, JSON, JSON_LINES, PARQUET, TEXT_TABLES, local_files, to_parquet
 from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import DataRows, Row
-from hybridflow.data.saved_dataset import ARROW
 from hybridflow.errors import DataError
 
 
@@ -143,15 +142,11 @@ def _opened(path: Path) -> DataRows:
     check_no_archive(path)
     if path.suffix in TEXT_TABLES and path.is_file():
         raise DataError(f"{path}: {path.suffix[1:].upper()} is not read{to_parquet(path)}")
-    if path.suffix == ARROW:
-        from hybridflow.data.arrow import Arrow
-
-        return Arrow(path)
-    if path.suffix != PARQUET and not _begins_as_parquet(path):
+    if path.suffix not in (PARQUET, ARROW) and not _begins_as_parquet(path):
         return JsonLines(path)
-    from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file
+    from hybridflow.data.columnar import Columnar  # whose pyarrow takes 60 MB: only where there is such a file
 
-    return Parquet(path)
+    return Columnar(path)
 
 
 def _begins_as_parquet(path: Path) -> bool:
