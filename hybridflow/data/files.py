@@ -1,9 +1,10 @@
 """What holds for data files of every format: they are opened again and again, and have to stay as they are."""
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +32,15 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise DataError(f"{path}: cannot be read: no such local file") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Processes that make the same file wait for the first."""
+    with path.open("w", encoding="utf-8") as lock:
+        with suppress(OSError):  # a file system without locks: each rank of a host makes the file
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def stamp(file: BinaryIO) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
-from hybridflow.data.left_out import left_out_lines
+from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hybridflow.config.data import DataFiles, SourceConfig
-from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.sources import open_files
 from hybridflow.errors import DataError
 from tests.data.test_prompts import WORDS, word_tokenizer
