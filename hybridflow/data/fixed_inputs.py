@@ -11,24 +11,25 @@ from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
-from hybridflow.data.examples import ExampleDataset, load_examples
+from hybridflow.data.examples import Example, load_examples
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import example_summary, taught_end
+from hybridflow.data.usable import UsableRows
 from hybridflow.errors import DataError
 
 
 @dataclass(frozen=True)
 class FixedInputs:
     tokenizer: PreTrainedTokenizerBase
-    train: ExampleDataset
-    heldout: ExampleDataset | None
+    train: UsableRows[Example]
+    heldout: UsableRows[Example] | None
     tokenizers: list[str]  # what to know of the models' tokenizers
 
     @property
-    def rows_by_key(self) -> Mapping[str, ExampleDataset]:
+    def rows_by_key(self) -> Mapping[str, UsableRows[Example]]:
         """All rows, by the config's key."""
         return {"data.train": self.train} | ({} if self.heldout is None else {"data.heldout": self.heldout})
 
@@ -42,7 +43,7 @@ class FixedInputs:
         return [
             line
             for key, rows in self.rows_by_key.items()
-            for line in left_out_lines(key, rows.rows, "rows longer than data.max_length")
+            for line in left_out_lines(key, rows, "rows longer than data.max_length")
         ]
 
     def understood(self, config: FixedDataConfig) -> list[str]:
@@ -88,7 +89,7 @@ def load_rows(
     *,
     key: str = "data.train",
     checked_bytes: int | None = None,
-) -> ExampleDataset:
+) -> UsableRows[Example]:
     """The rows of files as the config's algorithm takes them; `checked_bytes` in place of what the config says."""
     return load_examples(
         files,

@@ -104,6 +104,10 @@ class UsableRows(Generic[Item]):
         return len(self.files) if self._kept is None else len(self._kept)
 
     @property
+    def digest(self) -> bytes:
+        return self.files.digest
+
+    @property
     def nbytes(self) -> int:
         """Of memory, for all that grows with the number of rows."""
         return self.files.nbytes + (0 if self._kept is None else self._kept.nbytes)
