@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.json_array import JsonArray, begins_as_array
+from hybridflow.data.json_rows import JsonRows, begins_as_array
 from hybridflow.errors import DataError
 
 ROWS = [
@@ -17,9 +17,9 @@ ROWS = [
 ]
 
 
-def written(path: Path, text: str | bytes) -> JsonArray:
+def written(path: Path, text: str | bytes) -> JsonRows:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return JsonArray(path)
+    return JsonRows(path)
 
 
 def refusal(path: Path, text: str) -> str:
