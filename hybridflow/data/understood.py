@@ -15,7 +15,7 @@ from hybridflow.data.end_tokens import EndTokens
 from hybridflow.data.examples import Example
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.rows import shown
-from hybridflow.data.tokenizers import is_special, load_tokenizer, named_tokens
+from hybridflow.data.tokenizers import decoded, is_special, load_tokenizer, named_tokens
 from hybridflow.data.usable import UsableRows
 
 MOST = 400  # characters of a prompt
@@ -80,12 +80,6 @@ def taught_end(example: Example, tokenizer: PreTrainedTokenizerBase) -> int | No
     counting = example.sequences[0][example.trained[0]]
     last = int(counting[-1])
     return last if is_special(last, tokenizer) else None
-
-
-def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = tokenizer.decode(list(ids))
-    assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-    return text
 
 
 def marked(ids: Tensor, trained: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:

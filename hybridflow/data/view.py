@@ -20,8 +20,8 @@ from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.rows import Item, shown
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files
-from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import AS_THEY_ARE, RENDERED, decoded, example_summary, marked, prompt_summary
+from hybridflow.data.tokenizers import decoded, load_tokenizer
+from hybridflow.data.understood import AS_THEY_ARE, RENDERED, example_summary, marked, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
 from hybridflow.rewards.specs import check_columns
 
