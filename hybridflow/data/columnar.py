@@ -49,11 +49,6 @@ class Columnar:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @property
-    def nbytes(self) -> int:
-        """Of memory, for all that grows with the number of rows; not what is mapped, nor groups up to MOST_KEPT."""
-        return int(self._starts.nbytes)
-
     def rows_at(self, numbers: Sequence[int]) -> list[Row]:
         """Errors: DataError if the file is not what it was."""
         homes = (np.searchsorted(self._starts, list(numbers), side="right") - 1).tolist()

@@ -63,12 +63,6 @@ class JsonRows:
     def __len__(self) -> int:
         return len(self._ends if self._places is None else self._places)
 
-    @property
-    def nbytes(self) -> int:
-        """Of memory, for all that grows with the number of rows. The ends of lines are the starts of others."""
-        arrays = (self._starts, self._ends, self._places)
-        return sum(each.nbytes for each in arrays if each is not None and each.base is None)
-
     def rows_at(self, numbers: Sequence[int]) -> list[Row]:
         """Errors: DataError if the file is not what it was."""
         places = [number if self._places is None else int(self._places[number]) for number in numbers]

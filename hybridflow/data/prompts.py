@@ -119,11 +119,6 @@ class PromptDataset:
             self._start_ahead(self.rows.rows_ahead(order, count))
 
     @property
-    def nbytes(self) -> int:
-        """Of memory, for all that grows with the number of prompts."""
-        return self.rows.nbytes
-
-    @property
     def digest(self) -> bytes:
         return self.rows.files.digest
 

@@ -67,10 +67,6 @@ class Files:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self._files)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self._files)
-
 
 def fetch(named: DataFiles | Path, key: str) -> None:
     """Bring here what the config's `key` names elsewhere, and expand what is compressed. Errors: DataError."""

@@ -48,7 +48,7 @@ def test_rows_are_python_values_in_any_order(tmp_path, name, footer) -> None:
     rows = file.rows_at([9, 0, 4, 0])
     assert [row.fields for row in rows] == [ROWS[9], ROWS[0], ROWS[4], ROWS[0]]
     assert [row.where for row in rows] == [f"{file.path}, row {n}" for n in (10, 1, 5, 1)]
-    assert (len(file), file.rows_at([]), file.nbytes) == (10, [], 4 * 8)
+    assert (len(file), file.rows_at([])) == (10, [])
     assert file.num_bytes == file.path.stat().st_size
 
 
