@@ -1,6 +1,6 @@
 """Rows of fixed data as packed batches: given completions in the place of a rollout's responses.
 
-    pairs = pair_batch(dataset.items_at([4, 0]))    # rows 0 and 1 are the chosen and the rejected completion of row 4
+    pairs = pair_batch(dataset.examples([4, 0]))    # rows 0 and 1 are the chosen and the rejected completion of row 4
 
 `response_mask` marks the tokens that count. The two completions of a pair answer one prompt, so that a model runs what
 they share of it once. There is no engine: the rollout's log-probs are zero, and nothing is cut.

@@ -28,7 +28,7 @@ from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
-from hybridflow.data.usable import CHECKED_BYTES, Rules, UsableRows
+from hybridflow.data.usable import CHECKED_BYTES, Drawn, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
 
 
@@ -55,6 +55,36 @@ class ExampleTokens:
 Problem = str  # why there are no tokens, for a message that says where
 
 
+class ExampleDataset:
+    """Examples of files, encoded when they are asked for; see `usable` for what is checked when."""
+
+    def __init__(self, rows: UsableRows[Example]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
+        return self.rows.order(seed, shuffle, position=position)
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """In this order; one may appear twice. Errors: DataError for a row that cannot be used."""
+        return self.rows.items_at(indices)
+
+    def draw(self, order: Order, count: int) -> Drawn[Example]:
+        """The next `count` in order: `drawn.items`; rows that are left out are passed over."""
+        return self.rows.draw(order, count)
+
+    @property
+    def digest(self) -> bytes:
+        return self.rows.files.digest
+
+    @property
+    def dropped(self) -> Dropped:
+        """Rows that were left out at the start."""
+        return self.rows.dropped
+
+
 def load_examples(
     path: DataFiles | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,8 +98,8 @@ def load_examples(
     template: TemplateOptions | None = None,
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
-) -> UsableRows[Example]:
-    """Find the rows of files, and check them where these are no larger than `checked_bytes`: see `usable`.
+) -> ExampleDataset:
+    """Find the rows of files, and check them where these are no larger than `checked_bytes`.
 
     Args:
         max_length: tokens a sequence may have, the end token included.
@@ -89,7 +119,7 @@ def load_examples(
     rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
         raise DataError(f"{key}: no row is left: {next(iter(rows.dropped.first.values()))}")
-    return rows
+    return ExampleDataset(rows)
 
 
 @dataclass(frozen=True)

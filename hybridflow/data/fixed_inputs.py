@@ -11,25 +11,24 @@ from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
-from hybridflow.data.examples import Example, load_examples
+from hybridflow.data.examples import ExampleDataset, load_examples
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import decoded, load_tokenizer
 from hybridflow.data.understood import example_summary, taught_end
-from hybridflow.data.usable import UsableRows
 from hybridflow.errors import DataError
 
 
 @dataclass(frozen=True)
 class FixedInputs:
     tokenizer: PreTrainedTokenizerBase
-    train: UsableRows[Example]
-    heldout: UsableRows[Example] | None
+    train: ExampleDataset
+    heldout: ExampleDataset | None
     tokenizers: list[str]  # what to know of the models' tokenizers
 
     @property
-    def rows_by_key(self) -> Mapping[str, UsableRows[Example]]:
+    def rows_by_key(self) -> Mapping[str, ExampleDataset]:
         """All rows, by the config's key."""
         return {"data.train": self.train} | ({} if self.heldout is None else {"data.heldout": self.heldout})
 
@@ -41,7 +40,7 @@ class FixedInputs:
         return [
             line
             for key, rows in self.rows_by_key.items()
-            for line in left_out_lines(key, rows, "rows longer than data.max_length")
+            for line in left_out_lines(key, rows.rows, "rows longer than data.max_length")
         ]
 
     def understood(self, config: FixedDataConfig) -> list[str]:
@@ -87,7 +86,7 @@ def load_rows(
     *,
     key: str = "data.train",
     checked_bytes: int | None = None,
-) -> UsableRows[Example]:
+) -> ExampleDataset:
     """The rows of files as the config's algorithm takes them; `checked_bytes` in place of what the config says."""
     return load_examples(
         files,

@@ -12,11 +12,10 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import EndTokens
-from hybridflow.data.examples import Example
+from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.rows import shown
 from hybridflow.data.tokenizers import decoded, is_special, load_tokenizer, named_tokens
-from hybridflow.data.usable import UsableRows
 
 MOST = 400  # characters of a prompt
 MARKS = ("[[", "]]")  # around tokens that are trained
@@ -51,9 +50,7 @@ def prompt_summary(
     return lines
 
 
-def example_summary(
-    config: FixedDataConfig, rows: UsableRows[Example], tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
+def example_summary(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The first row with what counts, and the token that ends it."""
     some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
     first = some[0]

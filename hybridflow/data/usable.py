@@ -103,10 +103,6 @@ class UsableRows(Generic[Item]):
     def __len__(self) -> int:
         return len(self.files) if self._kept is None else len(self._kept)
 
-    @property
-    def digest(self) -> bytes:
-        return self.files.digest
-
     def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
         """Which rows come next; sources with weights by turns."""
         if self.files.weights is None:

@@ -84,7 +84,7 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     yield from example_summary(config, examples, tokenizer)
     yield from tokenizer_notes(config, tokenizer)
     yield from _rows(
-        examples,
+        examples.rows,
         "rows longer than data.max_length",
         lambda example: [len(ids) for ids in example.sequences],
         _example_lines,

@@ -17,10 +17,10 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import prompt_and_completion
-from hybridflow.data.examples import Example
+from hybridflow.data.examples import ExampleDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.row_notes import dropped_metrics
-from hybridflow.data.usable import Dropped, UsableRows
+from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.generation import GenerationCosts, Source
@@ -279,7 +279,7 @@ class FixedDataBookkeeping(Bookkeeping):
 
     shown: Mapping[str, str] = {"estimate": "reading and judging", "update": "updating"}
 
-    def __init__(self, config: FixedDataConfig, roles: Roles, rows: UsableRows[Example], **shared: Any) -> None:
+    def __init__(self, config: FixedDataConfig, roles: Roles, rows: ExampleDataset, **shared: Any) -> None:
         super().__init__(roles, **shared)
         self._config, self._examples = config, rows
 

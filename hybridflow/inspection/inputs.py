@@ -143,7 +143,7 @@ def _examples(
     vocab_size = read_spec(config.trained.model).vocab_size
     found = load_rows(named_files, tokenizers[0], config, vocab_size, key=key, checked_bytes=0)
     rows = found.draw(found.order(0, False), min(NUM_ROWS, len(found))).items
-    names = ", ".join(found.files.names)
+    names = ", ".join(found.rows.files.names)
     return f"{names}: the first {len(rows)} rows are readable", {key: found.digest.hex()}
 
 

@@ -142,13 +142,13 @@ class FixedDataTrainer(Trainer):
         if heldout is None:
             raise ConfigError("data.heldout = null: evaluate() needs held-out rows")
         with self.watchdog.phase("evaluate"):
-            examples = heldout.items_at(range(len(heldout)))
+            examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*start_notes(self.placed), *warmup_notes(self.config, last)]
-        notes += mixture_lines("data.train", self.inputs.train, last * self.config.data.batch_size)
+        notes += mixture_lines("data.train", self.inputs.train.rows, last * self.config.data.batch_size)
         epochs, rows = self.config.num_epochs, len(self.inputs.train)
         if epochs is not None:
             batch = self.config.data.batch_size

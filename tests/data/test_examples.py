@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.data.examples import Example, load_examples
-from hybridflow.data.usable import UsableRows
+from hybridflow.data.examples import Example, ExampleDataset, load_examples
 from hybridflow.errors import DataError
 from tests.data.test_prompts import BOS, EOS, WORDS, ids, word_tokenizer
 from tests.messages import like
@@ -19,7 +18,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def load(path: Path, kind: str, **changes: Any) -> UsableRows:
+def load(path: Path, kind: str, **changes: Any) -> ExampleDataset:
     options = {"tokenizer": word_tokenizer(), "max_length": 10, "vocab_size": len(WORDS)}
     return load_examples(path, kind=kind, **(options | changes))
 
@@ -39,7 +38,7 @@ SFT = {"prompt": "what is", "completion": "one two"}
 
 
 def test_a_completion_is_trained_with_an_end_token(tmp_path: Path) -> None:
-    [example] = load(write(tmp_path / "a.jsonl", SFT), "sft").items_at([0])
+    [example] = load(write(tmp_path / "a.jsonl", SFT), "sft").examples([0])
     assert parts(example) == [([*ids("what is")], [*ids("one two"), EOS])]
     assert (example.prompt_lengths, example.label, example.margin) == ((2,), True, 0.0)
 
@@ -47,25 +46,25 @@ def test_a_completion_is_trained_with_an_end_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["<bos> $A", "<bos> $A <eos>"])
 def test_special_tokens_stand_where_a_run_has_them(tmp_path: Path, template: str) -> None:
     dataset = load(write(tmp_path / "a.jsonl", SFT), "sft", tokenizer=word_tokenizer(template=template))
-    assert parts(dataset.items_at([0])[0]) == [([BOS, *ids("what is")], [*ids("one two"), EOS])]
+    assert parts(dataset.examples([0])[0]) == [([BOS, *ids("what is")], [*ids("one two"), EOS])]
 
 
 def test_an_end_token_that_is_there_is_not_doubled(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "what is ", "completion": "one <eos>"})
-    assert parts(load(path, "sft").items_at([0])[0])[0][1] == [*ids("one"), EOS]
+    assert parts(load(path, "sft").examples([0])[0])[0][1] == [*ids("one"), EOS]
 
 
 def test_a_token_over_the_boundary_is_not_made(tmp_path: Path) -> None:
     """`what is o` + `ne` would be `what is one`: the prompt keeps the tokens that a run would generate from."""
     path = write(tmp_path / "a.jsonl", {"prompt": "what is plus", "completion": "two"})
-    [example] = load(path, "sft").items_at([0])  # joint: `what is plustwo`, one unknown word in place of two
+    [example] = load(path, "sft").examples([0])  # joint: `what is plustwo`, one unknown word in place of two
     assert parts(example) == [([*ids("what is plus")], [*ids("two"), EOS])]
 
 
 def test_pairs_and_their_margins(tmp_path: Path) -> None:
     pair = {"prompt": "what is ", "chosen": "one", "rejected": "two two"}
     dataset = load(write(tmp_path / "a.jsonl", pair, pair | {"margin": 2}), "pairs")
-    first, other = dataset.items_at([0, 1])
+    first, other = dataset.examples([0, 1])
     assert parts(first) == [(list(ids("what is")), [*ids("one"), EOS]), (list(ids("what is")), [*ids("two two"), EOS])]
     assert (first.prompt_lengths, first.margin, other.margin) == ((2, 2), 0.0, 2.0)
 
@@ -74,8 +73,8 @@ def test_labels(tmp_path: Path) -> None:
     row = {"prompt": "what ", "completion": "one"}
     labels = [True, False, 1, 0]
     dataset = load(write(tmp_path / "a.jsonl", *[row | {"label": label} for label in labels]), "labelled")
-    assert [example.label for example in dataset.items_at([3, 2, 1, 0])] == [False, True, False, True]
-    assert parts(dataset.items_at([0])[0]) == [(list(ids("what")), [*ids("one"), EOS])]
+    assert [example.label for example in dataset.examples([3, 2, 1, 0])] == [False, True, False, True]
+    assert parts(dataset.examples([0])[0]) == [(list(ids("what")), [*ids("one"), EOS])]
 
 
 PAIR = {"prompt": "what ", "chosen": "one", "rejected": "two"}
@@ -119,7 +118,7 @@ def test_bad_rows_are_errors_or_left_out(tmp_path: Path, kind: str, row: Any, ex
     assert str(raised.value).startswith(f"{path}, line 2: {expected}")
     dataset = load(path, kind, bad_rows="drop", overlong="drop")
     assert (len(dataset), dataset.dropped.num_rows) == (2, 1)
-    assert len(dataset.items_at([0, 1])) == 2
+    assert len(dataset.examples([0, 1])) == 2
 
 
 def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
@@ -161,12 +160,12 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
-def load_chat(path: Path, kind: str, **changes: Any) -> UsableRows:
+def load_chat(path: Path, kind: str, **changes: Any) -> ExampleDataset:
     return load(path, kind, tokenizer=chat_tokenizer(), max_length=40, **changes)
 
 
 def test_of_messages_what_the_assistant_says_counts(tmp_path: Path) -> None:
-    [example] = load_chat(write(tmp_path / "a.jsonl", {"messages": TALK}), "sft").items_at([0])
+    [example] = load_chat(write(tmp_path / "a.jsonl", {"messages": TALK}), "sft").examples([0])
     (sequence,), (trained,) = example.sequences, example.trained
     middle = [EOS, *ids("user what"), EOS, *ids("assistant")]
     whole = [BOS, *ids("user why"), EOS, *ids("assistant one"), *middle, *ids("two two"), EOS]
@@ -182,7 +181,7 @@ def test_conversations_with_and_without_a_prompt_are_the_same(tmp_path: Path) ->
     explicit = {"prompt": TALK[:3], "chosen": TALK[3:], "rejected": rejected[3:]}
     implicit = {"chosen": TALK, "rejected": rejected}
     dataset = load_chat(write(tmp_path / "a.jsonl", explicit, implicit, implicit | {"prompt": "why"}), "pairs")
-    first, *others = dataset.items_at([0, 1, 2])
+    first, *others = dataset.examples([0, 1, 2])
     assert [s[t].tolist() for s, t in zip(first.sequences, first.trained, strict=True)] == [
         [*ids("two two"), EOS],
         [*ids("one"), EOS],
@@ -195,7 +194,7 @@ def test_conversations_with_and_without_a_prompt_are_the_same(tmp_path: Path) ->
 
 def test_texts_that_begin_alike_have_that_for_a_prompt(tmp_path: Path) -> None:
     row = {"chosen": "what is one two", "rejected": "what is one plus"}
-    [example] = load(write(tmp_path / "a.jsonl", row), "pairs").items_at([0])
+    [example] = load(write(tmp_path / "a.jsonl", row), "pairs").examples([0])
     assert parts(example) == [
         (list(ids("what is one")), [*ids("two"), EOS]),
         (list(ids("what is one")), [*ids("plus"), EOS]),
@@ -205,7 +204,7 @@ def test_texts_that_begin_alike_have_that_for_a_prompt(tmp_path: Path) -> None:
 def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     rows = [{"prompt": [1, 5], "completion": [7, 2]}, {"prompt": [1, 5], "completion": [7]}]
     dataset = load(write(tmp_path / "a.jsonl", *rows), "sft")
-    assert [parts(example) for example in dataset.items_at([0, 1])] == [[([1, 5], [7, EOS])]] * 2
+    assert [parts(example) for example in dataset.examples([0, 1])] == [[([1, 5], [7, EOS])]] * 2
 
 
 def test_columns_of_other_names_and_parquet(tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_columns_of_other_names_and_parquet(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     columns = {"prompt": "data.question", "completion": "data.answer"}
     for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", *rows)):
-        [example] = load(path, "sft", columns=columns).items_at([0])
+        [example] = load(path, "sft", columns=columns).examples([0])
         assert parts(example) == [(list(ids("what is")), [*ids("one two"), EOS])]
     with pytest.raises(DataError, match=r"row 1: has no field 'data.text' \(data.columns.prompt\); the fields of data"):
         load(tmp_path / "a.parquet", "sft", columns={"prompt": "data.text", "completion": "data.answer"})
