@@ -10,9 +10,11 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridflow import __version__
@@ -41,9 +43,7 @@ PREFIXES = (
     "TOKENIZERS_ TORCH TRITON_ VLLM_"
 ).split()
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-GPU_SECONDS = 15  # a GPU in trouble makes nvidia-smi wait for ever
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+COLLECT_SECONDS = 30  # a GPU in trouble makes nvidia-smi wait for ever
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     packages = _packages()
     for line in (*_machine(), "", *_table("packages", packages), "", *_table("variables", _variables(os.environ))):
         print(line)
-    print("\nimports", flush=True)
+    print(f"\ntorch.utils.collect_env\n{textwrap.indent(_collected(), '    ')}\n\nimports", flush=True)
     failed = []
     for name in imports.IMPORTS:
         error, said = _tried(name)
@@ -110,25 +110,23 @@ def _machine() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.platform()}, {sys.executable}"
     name, _ = installed_set()
     yield f"releases: the set for {name}" if name else "releases: no set that is known to go together"
-    processor = _lines_of("/proc/cpuinfo")
-    flags = processor.get("flags", "").split()
-    known = [flag for flag in INSTRUCTIONS if flag in flags]
-    model = processor.get("model name", platform.machine())
-    yield f"CPU {model}, {os.cpu_count()} cores, {' '.join(known) or 'no AVX2'}"
-    memory = _lines_of("/proc/meminfo").get("MemTotal", "0 kB")
-    yield f"memory {int(memory.split()[0]) / 2**20:.1f} GiB"
-    gpus = _said_by(GPUS, GPU_SECONDS)
-    yield from (f"GPU {line}" for line in gpus.splitlines()) if gpus else ("GPU none (nvidia-smi shows none)",)
+    yield f"memory {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
-def _lines_of(file: str) -> dict[str, str]:
-    """The first value by name, of a file of `name: value`."""
-    found: dict[str, str] = {}
-    path = Path(file)
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
+def _collected() -> str:
+    """What torch finds of compilers, drivers, GPUs and the CPU. The file runs by itself, also where torch is broken."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "torch is not installed"
+    command = [sys.executable, "-P", str(Path(torch.origin).parent / "utils" / "collect_env.py")]
+    env = os.environ | {"CUDNN_LIBRARY": ""}  # a path of the user's
+    try:
+        done = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=COLLECT_SECONDS, env=env, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return done.stdout.partition("\n")[2].strip()  # without the line that says what the program does
 
 
 def _packages() -> dict[str, str]:
@@ -181,16 +179,6 @@ def _tried(name: str) -> tuple[bool, str]:
         return done.returncode != 0, said.replace("\n", "\n    ")
     last = (done.stderr.strip().splitlines() or ["no word"])[-1]
     return True, f"{name}: fails with status {done.returncode}: {last}"
-
-
-def _said_by(command: tuple[str, ...], seconds: float) -> str:
-    """What a program prints, nothing where it is not there, fails or does not end."""
-    try:
-        return subprocess.run(
-            command, capture_output=True, errors="replace", timeout=seconds, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 if __name__ == "__main__":

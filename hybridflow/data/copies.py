@@ -9,7 +9,6 @@ Without network the copies are read that an earlier start has made.
 """
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import json
@@ -25,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from hybridflow.config.hub import first_line
-from hybridflow.data.files import opened
+from hybridflow.data.files import locked, opened
 from hybridflow.data.listing import COMPRESSED, JSON_LINES, files_of_split, local_files
 from hybridflow.errors import DataError
 
@@ -145,7 +144,7 @@ def _make(
     directory = _directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory / f"{_digest(where)}.lock"):
+        with locked(directory / f"{_digest(where)}.lock"):
             before = _read_note(where)
             if before is not None and before["from"] == made_from:
                 return
@@ -207,14 +206,6 @@ def _replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             shutil.move(part.name, path)
         finally:
             Path(part.name).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w", encoding="utf-8") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: each rank of a host makes copies
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ places

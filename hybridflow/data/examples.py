@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config.data import DataFiles
-from hybridflow.data.example_texts import ExampleTexts, Kind, example_texts
-from hybridflow.data.example_tokens import ExampleTokens, Problem, no_tokens, tokens
+from hybridflow.data.chat import Rendered
+from hybridflow.data.example_texts import ExampleTexts, Kind, Plain, example_texts
 from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
@@ -39,6 +40,19 @@ class Example:
     label: bool = True  # labelled: whether the completion is wanted
     margin: float = 0.0  # pairs: by how much chosen should be better
     repeats_prompt: bool = False  # what follows the prompt begins with the prompt itself
+
+
+@dataclass(frozen=True)
+class ExampleTokens:
+    ids: list[int]
+    trained: list[bool]
+
+    @property
+    def prompt_length(self) -> int:
+        return self.trained.index(True)
+
+
+Problem = str  # why there are no tokens, for a message that says where
 
 
 class ExampleDataset:
@@ -120,7 +134,7 @@ class _Encoder:
     def encoded(self, rows: Sequence[Row]) -> list[Example | RowError]:
         found = [attempt(self._texts, row) for row in rows]
         made = iter(
-            tokens([one for row in found if isinstance(row, ExampleTexts) for one in row.sequences], self.tokenizer)
+            _tokens([one for row in found if isinstance(row, ExampleTexts) for one in row.sequences], self.tokenizer)
         )
         return [
             row if isinstance(row, RowError) else self._example(row, [next(made) for _ in row.sequences])
@@ -133,7 +147,7 @@ class _Encoder:
     def _example(self, texts: ExampleTexts, made: Sequence[ExampleTokens | Problem]) -> Example | RowError:
         whole = [one for one in made if isinstance(one, ExampleTokens)]
         for one in made:
-            problem = no_tokens(texts.where, one) if isinstance(one, Problem) else self._problem(texts.where, one.ids)
+            problem = self._problem(texts.where, one)
             if problem is not None:
                 return problem
         return Example(
@@ -145,7 +159,10 @@ class _Encoder:
             repeats_prompt=texts.repeats_prompt,
         )
 
-    def _problem(self, where: str, ids: list[int]) -> RowError | None:
+    def _problem(self, where: str, tokens: ExampleTokens | Problem) -> RowError | None:
+        if isinstance(tokens, Problem):
+            return RowError(f"{where}: {tokens}", "no tokens")
+        ids = tokens.ids
         if len(ids) > self.max_length:
             return OverlongError(
                 f"{where}: the example has {len(ids)} tokens, more than data.max_length = {self.max_length}; "
@@ -161,3 +178,86 @@ class _Encoder:
                     "unknown token",
                 )
         return None
+
+
+def _tokens(texts: Sequence[Plain | Rendered], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
+    """Of each; encoded together, which fast tokenizers do on several threads."""
+    plain = iter(_of_pairs([text for text in texts if isinstance(text, Plain)], tokenizer))
+    chats = iter(_of_chats([text for text in texts if isinstance(text, Rendered)], tokenizer))
+    return [next(plain) if isinstance(text, Plain) else next(chats) for text in texts]
+
+
+# ------------------------------------------------------------------------------------------------ conversations
+
+
+def _of_chats(chats: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
+    if not chats:
+        return []
+    if not tokenizer.is_fast:  # the others do not say which characters a token stands for
+        return ["the assistant's tokens cannot be told with this tokenizer, which has no tokenizer.json"] * len(chats)
+    encoded = tokenizer(
+        [chat.text for chat in chats], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    found = zip(chats, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return [_masked(chat, ids, offsets) for chat, ids, offsets in found]
+
+
+def _masked(chat: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> ExampleTokens | Problem:
+    """A token counts where all characters of the token do."""
+    counts = np.zeros(len(chat.text) + 1, np.int64)
+    for start, end in chat.spans:
+        counts[start + 1 : end + 1] = 1
+    before = np.cumsum(counts)  # characters that count before a place
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    counting = before[ends] - before[starts]
+    partly = np.flatnonzero((counting > 0) & (counting < ends - starts))
+    if len(partly):
+        start, end = offsets[int(partly[0])]
+        return f"the token {chat.text[start:end]!r} reaches over the boundary of what the assistant says"
+    trained = ((counting > 0) & (counting == ends - starts)).tolist()
+    return ExampleTokens(ids, trained) if any(trained) else "the tokenizer makes no tokens of what the assistant says"
+
+
+# ------------------------------------------------------------------------------------------------ prompt and completion
+
+
+def _of_pairs(pairs: Sequence[Plain], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
+    texts = [(pair.prompt, pair.completion) for pair in pairs]
+    encoded = iter(_encoded([(p, c) for p, c in texts if isinstance(p, str) and isinstance(c, str)], tokenizer))
+    end = tokenizer.eos_token_id
+    return [
+        _joined(*((p, _without_end(c, end)) if isinstance(p, list) and isinstance(c, list) else next(encoded)), end=end)
+        for p, c in texts
+    ]
+
+
+def _joined(prompt: list[int], completion: list[int], *, end: int | None) -> ExampleTokens | Problem:
+    for name, ids in (("prompt", prompt), ("completion", completion)):  # a first token is predicted from nothing
+        if not ids:
+            return f"the tokenizer makes no tokens of the {name}"
+    ended = completion if end is None else [*completion, end]
+    return ExampleTokens(prompt + ended, [False] * len(prompt) + [True] * len(ended))
+
+
+def _encoded(pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
+    """Of prompt and completion; neither with an end token."""
+    end = tokenizer.eos_token_id
+    prompts = [_without_end(ids, end) for ids in _ids([p for p, _ in pairs], tokenizer, special=True)]
+    joint = [_without_end(ids, end) for ids in _ids([p + c for p, c in pairs], tokenizer, special=True)]
+    split = [ids[: len(prompt)] != prompt for ids, prompt in zip(joint, prompts, strict=True)]
+    alone = iter(_ids([c for (_, c), apart in zip(pairs, split, strict=True) if apart], tokenizer, special=False))
+    return [
+        (prompt, _without_end(next(alone), end) if apart else ids[len(prompt) :])
+        for ids, prompt, apart in zip(joint, prompts, split, strict=True)
+    ]
+
+
+def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, special: bool) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+    return encoded
+
+
+def _without_end(ids: list[int], end: int | None) -> list[int]:
+    return ids[:-1] if ids and ids[-1] == end else ids

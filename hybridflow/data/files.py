@@ -1,9 +1,11 @@
 """What holds for data files of every format: they are opened again and again, and have to stay as they are."""
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,7 +18,7 @@ NUM_SAMPLED = 64
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Errors: DataError where it cannot be read, or not again."""
     try:
         with path.open("rb") as file:
@@ -30,6 +32,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path}: cannot be read: no such local file") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Processes that make the same file wait for the first."""
+    with path.open("w", encoding="utf-8") as lock:
+        with suppress(OSError):  # a file system without locks: each rank of a host makes the file
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def stamp(file: BinaryIO) -> tuple[int, int]:
@@ -46,7 +57,7 @@ def check_unchanged(path: Path, file: BinaryIO, was: tuple[int, int]) -> None:
         )
 
 
-def content_digest(file: BinaryIO, size: int) -> bytes:
+def content_digest(file: BufferedReader, size: int) -> bytes:
     """Of all bytes; of a file above MOST_DIGESTED, of the size and blocks at equal distances, the last included.
 
     A hash of 10 GB takes longer than all else that happens before a run begins.
@@ -54,9 +65,7 @@ def content_digest(file: BinaryIO, size: int) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     if size <= MOST_DIGESTED:
         file.seek(0)
-        while block := file.read(BLOCK):
-            found.update(block)
-        return found.digest()
+        return hashlib.file_digest(file, lambda: found).digest()
     found.update(str(size).encode())
     length = BLOCK // 4
     for i in range(NUM_SAMPLED):

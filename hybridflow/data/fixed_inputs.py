@@ -12,10 +12,10 @@ from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
-from hybridflow.data.left_out import left_out_lines
+from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
-from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.tokenizers import decoded, load_tokenizer
 from hybridflow.data.understood import example_summary, taught_end
 from hybridflow.errors import DataError
 
@@ -33,9 +33,7 @@ class FixedInputs:
         return {"data.train": self.train} | ({} if self.heldout is None else {"data.heldout": self.heldout})
 
     def decode(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-        return text
+        return decoded(token_ids, self.tokenizer, skip_special_tokens=True)
 
     def notes(self) -> list[str]:
         """What was left out of each file."""

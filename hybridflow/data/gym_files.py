@@ -10,8 +10,6 @@ The trainer does not import the package. The process has a fixed seed of hashes,
 """
 
 import ast
-import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.reasoning_gym import RELEASE, SYSTEM_PROMPTS, TaskConfig
+from hybridflow.data.files import locked
 from hybridflow.errors import DataError, RewardError
 from hybridflow.rewards.probe import asked, serve
 
@@ -38,9 +37,7 @@ def rows_of_task(task: TaskConfig, system_prompt: str | None, key: str) -> Path:
     file = directory / f"{task.name}-{digest.hexdigest()}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"{file.stem}.lock").open("w", encoding="utf-8") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: each rank of a host makes them
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(directory / f"{file.stem}.lock"):
             if not file.exists():
                 _make(made_from, file, key)
     except OSError as error:

@@ -16,9 +16,9 @@ from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
 from hybridflow.data.first_rows import renders
-from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
+from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions

@@ -1,19 +1,22 @@
 """Which files a path names: a file, a directory of files, one split of a directory, or a pattern.
 
+A directory that `datasets.save_to_disk` has written holds Arrow files, and JSON that says which, in which order.
+
 files_of_split(["train-0.parquet", "test-0.parquet"], "data.train", "gsm/main")     the first, and a line that says so
 """
 
 import glob
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from hybridflow.data.saved_dataset import ARROW, saved_files
 from hybridflow.errors import DataError
 
 JSON = ".json"  # lines, or one array
 JSON_LINES = (".jsonl", JSON, ".ndjson")
-PARQUET = ".parquet"
+PARQUET, ARROW = ".parquet", ".arrow"
 READ = (*JSON_LINES, PARQUET, ARROW)
 TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}  # read as text they say no types: 007 and 7 would be one answer
 COMPRESSED = (".gz", ".zst")
@@ -24,6 +27,7 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 MOST_SHOWN = 10  # names in one message
+SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"  # of save_to_disk
 
 
 def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
@@ -33,7 +37,7 @@ def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
     splits that `key` does not choose between; for a pattern that nothing matches.
     """
     if path.is_dir():
-        saved = saved_files(path, key)
+        saved = _saved_files(path, key)
         if saved is not None:
             return saved, ()
         names, notes = files_of_split([file.name for file in path.iterdir() if file.is_file()], key, str(path))
@@ -45,6 +49,42 @@ def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
             raise DataError(f"{key} = {path}: is a pattern (glob) that no file matches")
         return files, (f"{key} = {path}: {_listed([file.name for file in files])}",)
     return [path], ()
+
+
+def _saved_files(path: Path, key: str) -> list[Path] | None:
+    """The files of a saved data set in their order; None where a directory is none.
+
+    Errors: DataError for one that holds several splits, with their paths, or rows chosen by an index.
+    """
+    if (path / SAVED_SPLITS).is_file():
+        names = _read_object(path / SAVED_SPLITS).get("splits")
+        splits = [str(path / name) for name in names] if isinstance(names, list) else []
+        raise DataError(
+            f"{key} = {path}: holds several splits, saved by datasets.save_to_disk ({SAVED_SPLITS}); name one of them: "
+            f"{', '.join(splits) or 'the directories in it'}"
+        )
+    if not ((path / SAVED_STATE).is_file() and (path / SAVED_INFO).is_file()):
+        return None
+    state = _read_object(path / SAVED_STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise DataError(
+            f"{path / SAVED_STATE}: its rows are chosen by an index (_indices_data_files); save it again after "
+            f"dataset.flatten_indices()"
+        )
+    listed = state.get("_data_files")
+    if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
+        return sorted(file for file in path.iterdir() if file.suffix == ARROW)
+    return [path / item["filename"] for item in listed]
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise DataError(f"{file}: holds a {type(tree).__name__}, expected an object")
+    return tree
 
 
 def files_of_split(names: Sequence[str], key: str, directory: str) -> tuple[list[str], tuple[str, ...]]:

@@ -27,6 +27,7 @@ from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import NotStarted, OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
+from hybridflow.data.tokenizers import decoded
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
 
@@ -116,11 +117,6 @@ class PromptDataset:
         """Let an environment begin the rows that `draw` looks at first the next time."""
         if self._start_ahead is not None:
             self._start_ahead(self.rows.rows_ahead(order, count))
-
-    @property
-    def nbytes(self) -> int:
-        """Of memory, for all that grows with the number of prompts."""
-        return self.rows.nbytes
 
     @property
     def digest(self) -> bytes:
@@ -305,13 +301,8 @@ class _Encoder:
         ids = text.token_ids if made is None else made
         assert ids is not None, f"{text.where}: a prompt without token ids has a text"
         problem = self._problem(text, ids)
-        shown_text = text.text if made is not None or problem is not None else self._decoded(ids)
+        shown_text = text.text if made is not None or problem is not None else decoded(ids, self.tokenizer)
         return Prompt(shown_text, ids, text.columns, text.messages) if problem is None else problem
-
-    def _decoded(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids)
-        assert isinstance(text, str), f"one prompt was decoded to {type(text).__name__}"
-        return text
 
     def _problem(self, text: PromptText, ids: list[int]) -> RowError | None:
         if text.token_ids == []:

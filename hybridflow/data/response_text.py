@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config.rewards import SpecialTokens
+from hybridflow.data.tokenizers import decoded
 from hybridflow.rewards.texts import opening_of
 
 NAMED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
@@ -43,9 +44,7 @@ class ResponseTexts:
     def text(self, token_ids: list[int]) -> str:
         shows = not self.shown.isdisjoint(token_ids)  # else as transformers leaves special tokens out
         kept = [i for i in token_ids if i not in self.hidden] if shows else token_ids
-        text = self.tokenizer.decode(kept, skip_special_tokens=not shows)
-        assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-        return text
+        return decoded(kept, self.tokenizer, skip_special_tokens=not shows)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -46,7 +46,7 @@ class Row:
 
 
 class DataRows(Protocol):
-    """The rows of one file or of several, by number from 0. num_bytes: of the files; nbytes: of memory."""
+    """The rows of one file or of several, by number from 0. num_bytes: of the files."""
 
     def __len__(self) -> int: ...
 
@@ -57,9 +57,6 @@ class DataRows(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 def attempt(function: Callable[[Given], Item], given: Given) -> Item | RowError:

@@ -18,12 +18,10 @@ from hybridflow.config.reasoning_gym import ReasoningGymConfig, TaskConfig
 from hybridflow.data.copies import check_no_archive, copies_of, is_remote, make_copies, needs_copy
 from hybridflow.data.gym_files import rows_of_task
 from hybridflow.data.hub_data_sets import fetch_data_set, files_of_data_set
-from hybridflow.data.json_array import JsonArray, begins_as_array
-from hybridflow.data.json_lines import JsonLines
-from hybridflow.data.listing import JSON, JSON_LINES, PARQUET, TEXT_TABLES, local_files, to_parquet
+from hybridflow.data.json_rows import JsonRows
+from hybridflow.data.listing import ARROW, JSON_LINES, PARQUET, TEXT_TABLES, local_files, to_parquet
 from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import DataRows, Row
-from hybridflow.data.saved_dataset import ARROW
 from hybridflow.errors import DataError
 
 
@@ -68,10 +66,6 @@ class Files:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self._files)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self._files)
 
 
 def fetch(named: DataFiles | Path, key: str) -> None:
@@ -138,20 +132,14 @@ def _files_of(source: Source | TaskConfig, key: str) -> Found:
 
 
 def _opened(path: Path) -> DataRows:
-    if path.suffix == JSON and begins_as_array(path):
-        return JsonArray(path)
     check_no_archive(path)
     if path.suffix in TEXT_TABLES and path.is_file():
         raise DataError(f"{path}: {path.suffix[1:].upper()} is not read{to_parquet(path)}")
-    if path.suffix == ARROW:
-        from hybridflow.data.arrow import Arrow
+    if path.suffix not in (PARQUET, ARROW) and not _begins_as_parquet(path):
+        return JsonRows(path)
+    from hybridflow.data.columnar import Columnar  # whose pyarrow takes 60 MB: only where there is such a file
 
-        return Arrow(path)
-    if path.suffix != PARQUET and not _begins_as_parquet(path):
-        return JsonLines(path)
-    from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file
-
-    return Parquet(path)
+    return Columnar(path)
 
 
 def _begins_as_parquet(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """The tokenizer of a model's directory, and what is said of tokens."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -164,6 +164,13 @@ def unlike_its_file(path: Path, tokenizer: "PreTrainedTokenizerBase") -> str | N
         f"{what} encodes text otherwise than tokenizer.json: {found[place : place + 3]} for "
         f"{meant.tokens[place : place + 3]}; the run reads text as transformers does"
     )
+
+
+def decoded(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", **how: bool) -> str:
+    """The text of one sequence."""
+    text = tokenizer.decode(list(ids), **how)
+    assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
+    return text
 
 
 def is_special(token_id: int, tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -1,9 +1,11 @@
 """What a run has understood of the inputs, in a few lines, before training."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import read_spec
@@ -13,10 +15,10 @@ from hybridflow.data.end_tokens import EndTokens
 from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.rows import shown
-from hybridflow.data.shown_tokens import MARKS, decoded, marked
-from hybridflow.data.tokenizers import is_special, load_tokenizer, named_tokens
+from hybridflow.data.tokenizers import decoded, is_special, load_tokenizer, named_tokens
 
 MOST = 400  # characters of a prompt
+MARKS = ("[[", "]]")  # around tokens that are trained
 NUM_ROWS = 3
 RENDERED = "prompts are rendered by the chat template"
 AS_THEY_ARE = "prompts are texts as they are; data.chat_template: true makes each the user's message"
@@ -75,6 +77,16 @@ def taught_end(example: Example, tokenizer: PreTrainedTokenizerBase) -> int | No
     counting = example.sequences[0][example.trained[0]]
     last = int(counting[-1])
     return last if is_special(last, tokenizer) else None
+
+
+def marked(ids: Tensor, trained: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text, with marks around each run of tokens that count."""
+    cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
+    texts = []
+    for start, end in itertools.pairwise(cuts):
+        text = decoded(ids[start:end].tolist(), tokenizer)
+        texts.append(f"{MARKS[0]}{text}{MARKS[1]}" if trained[start] else text)
+    return "".join(texts)
 
 
 def _values(values: Sequence[Any]) -> str:

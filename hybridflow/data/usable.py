@@ -103,11 +103,6 @@ class UsableRows(Generic[Item]):
     def __len__(self) -> int:
         return len(self.files) if self._kept is None else len(self._kept)
 
-    @property
-    def nbytes(self) -> int:
-        """Of memory, for all that grows with the number of rows."""
-        return self.files.nbytes + (0 if self._kept is None else self._kept.nbytes)
-
     def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
         """Which rows come next; sources with weights by turns."""
         if self.files.weights is None:

@@ -15,14 +15,13 @@ from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
-from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.prompts import Prompt
+from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.rows import Item, shown
 from hybridflow.data.same_tokens import tokenizer_notes
-from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
-from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import AS_THEY_ARE, RENDERED, example_summary, prompt_summary
+from hybridflow.data.tokenizers import decoded, load_tokenizer
+from hybridflow.data.understood import AS_THEY_ARE, RENDERED, example_summary, marked, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
 from hybridflow.rewards.specs import check_columns
 

@@ -18,8 +18,8 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import prompt_and_completion
 from hybridflow.data.examples import Example, ExampleDataset
-from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.row_notes import dropped_metrics
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
+from hybridflow.parallel.child_processes import light_python
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
-from hybridflow.rewards.processes import light_python
 from hybridflow.rewards.supervisor import Charge
 
 Rows = Mapping[str, Any]  # prompts, responses, columns and rows, as `functions.Asked` has them

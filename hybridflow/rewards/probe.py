@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.parallel.child_processes import adopt_orphans, children, end_with_parent, how, kill_tree, light_python
 from hybridflow.rewards.functions import asked_of, check_arguments, is_async, load_reward_function
-from hybridflow.rewards.processes import adopt_orphans, children, end_with_parent, how, kill_tree, light_python
 
 SECONDS = 600.0  # that all imports may take
 OWN = "hybridflow.rewards."  # modules whose functions take no rows without a word: so their arguments are tried

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hybridflow.parallel.child_processes import adopt_orphans, children, descendants, how, kill_tree, resident_bytes
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
-from hybridflow.rewards.processes import adopt_orphans, children, descendants, how, kill_tree, resident_bytes
 from hybridflow.rewards.row_owners import RowOwners
 from hybridflow.rewards.worker import TOLD_TO_END, run_worker
 

@@ -24,6 +24,7 @@ from random import seed as seed_random  # as it is before a user's code has run
 from typing import Any, NoReturn
 
 from hybridflow.errors import RewardError, UserError
+from hybridflow.parallel.child_processes import adopt_orphans, end_with_parent, limit_memory
 from hybridflow.rewards.functions import (
     FunctionCall,
     FunctionSpec,
@@ -33,7 +34,6 @@ from hybridflow.rewards.functions import (
     load_reward_function,
 )
 from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
-from hybridflow.rewards.processes import adopt_orphans, end_with_parent, limit_memory
 
 TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # a job's, to all of it
 

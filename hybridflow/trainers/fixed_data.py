@@ -13,7 +13,7 @@ from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
-from hybridflow.data.mixture import mixture_lines
+from hybridflow.data.row_notes import mixture_lines
 from hybridflow.errors import ConfigError
 from hybridflow.flows.bookkeeping import FixedDataBookkeeping
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow

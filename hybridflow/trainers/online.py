@@ -19,7 +19,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.staleness import staleness_notes
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
-from hybridflow.data.mixture import mixture_lines
+from hybridflow.data.row_notes import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.draws import PromptDraws

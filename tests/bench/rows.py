@@ -39,7 +39,7 @@ def main() -> None:
         dataset.draw(dataset.order(0, True, position=0), 1024)
         drawn = time.perf_counter() - begin
         print(f"{file.stat().st_size / 1e9:.1f} GB, {len(dataset):,} rows: loaded in {loaded:.1f} s")
-        print(f"{dataset.nbytes / 1e6:.0f} MB are kept, {memory:.0f} MiB more than before were held at most")
+        print(f"{memory:.0f} MiB more than before were held at most")
         print(f"1,024 prompts drawn and encoded in {drawn:.1f} s")
 
 

@@ -40,19 +40,30 @@ def test_an_environment_that_is_right_is_told_so() -> None:
     assert verdict([]) == "\nready: everything imports"
 
 
+def test_a_collection_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "COLLECT_SECONDS", 0.01)
+    assert env._collected().endswith("collect_env.py']' timed out after 0.01 seconds")
+
+
 @pytest.mark.slow
 def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_path: Path) -> None:
     for name in ("transformers", "megatron"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     (tmp_path / "vllm.py").write_text("import os; os._exit(7)\n")
-    env = of_no_rank(PYTHONPATH=f"{tmp_path}:{ROOT}", HF_TOKEN="hf_abc", NCCL_DEBUG="INFO", OTHER="of nobody")
+    (tmp_path / "pip.py").write_text("raise SystemExit('no pip here')\n")
+    path = str(tmp_path / "pip.py")
+    env = of_no_rank(
+        PYTHONPATH=f"{tmp_path}:{ROOT}", HF_TOKEN="hf_abc", NCCL_DEBUG="INFO", OTHER="of nobody", CUDNN_LIBRARY=path
+    )
     command = [sys.executable, "-m", "hybridflow", "env"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"hybridflow {__version__}")
     assert {f"    torch {metadata.version('torch')}", "    HF_TOKEN (set)", "    NCCL_DEBUG INFO"} <= set(lines)
-    assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout
+    assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout and path not in done.stdout
+    assert {"torch.utils.collect_env", f"    PyTorch version: {torch.__version__}", "    CPU:"} <= set(lines)
+    assert "    [pip3] Could not collect" in lines
     assert lines[-2:] == ["", "not ready: transformers, megatron.core, vllm cannot be imported"]
     lines = lines[:-2]
     assert [line.partition(":")[0].strip() for line in lines[-6:]] == list(IMPORTS)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.data import SourceConfig
-from hybridflow.data.mixture import mixture_lines
 from hybridflow.data.order import MixedOrder, rows_of_sources
+from hybridflow.data.row_notes import mixture_lines
 from hybridflow.data.sources import open_files
 from hybridflow.data.usable import Rules, UsableRows
 

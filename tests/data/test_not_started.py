@@ -11,8 +11,8 @@ from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.environment import EnvironmentInputs
-from hybridflow.data.left_out import dropped_metrics, left_out_lines
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.row_notes import dropped_metrics, left_out_lines
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.errors import DataError
 from hybridflow.rewards.pool import Answer

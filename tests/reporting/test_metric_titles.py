@@ -12,7 +12,7 @@ from hybridflow.reporting.metric_titles import TITLES, MetricTitle, known_title,
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hybridflow"
 WRITERS = ("recording/iteration.py", "recording/recorder.py", "trainers/loop.py", "rewards/scorer.py")
-WRITERS += ("data/left_out.py", "flows/*.py", "recording/costs.py", "roles/generator.py")
+WRITERS += ("data/row_notes.py", "flows/*.py", "recording/costs.py", "roles/generator.py")
 WRITERS += ("recording/engine_report.py",)
 METRIC = re.compile(rf"({'|'.join(AREAS)})/[\w/]+")
 STEMS = {"sampling/x", "eval/x"}  # of other literals the first part

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.processes import children
+from hybridflow.parallel.child_processes import children
 from tests.launch import ROOT
 from tests.messages import like
 from tests.rewards.pools import MISBEHAVING, asked, pool_of, rows, spec
