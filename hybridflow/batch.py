@@ -175,7 +175,7 @@ class RolloutBatch:
     def by_branch(self) -> "RolloutBatch":
         """The same tokens with a row for each branch, as models read them; the batch itself where there are none.
 
-        The prompt of a branch is what stands before its first token in the mask.
+        The prompt of a branch is what stands before its first token in the mask. Branches have their row's record.
         """
         if self.branch_starts is None:
             return self
@@ -190,6 +190,7 @@ class RolloutBatch:
             self.truncated[rows],
             response_mask=mask,
             rollout_log_probs=self.rollout_log_probs,
+            record_ids=None if self.record_ids is None else self.record_ids[rows],
         )
 
     def branches_of(self, rows: Tensor) -> Tensor:

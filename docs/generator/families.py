@@ -50,6 +50,8 @@ class Layout:
             keys += [f"{role}.{kind}_parallel_size={size}" for kind, size in sizes.items() if size > 1]
         if self.tp > 1:
             keys.append("actor.sequence_parallel=true")
+        if self.ep > self.tp > 1:  # replicas share experts
+            keys.append("reference.sequence_parallel=true")
         if self.recompute != "selective":
             keys.append(f"actor.recompute={self.recompute}")
         return [*keys, f"rollout.tensor_parallel_size={self.engine_tp}"]
@@ -130,7 +132,7 @@ LAYOUTS = {
     ),
     "Glm4MoeLite": (
         Layout("glm-4.7-flash", 1),
-        Layout("glm-4.7-flash", 8, tp=4, ep=4, engine_tp=4, recompute="full"),
+        Layout("glm-4.7-flash", 8, tp=4, ep=8, engine_tp=4, recompute="full"),
         Layout("glm-4.7-flash", 64, tp=4, ep=4, engine_tp=4, recompute="full"),
     ),
     "DeepseekV3": (

@@ -125,11 +125,6 @@ class ExperimentConfig(RunConfig):
         if isinstance(self.algorithm, ReMax | Distill):
             why = {"remax": "compares with one greedy row a prompt, which may fail", "distill": "takes no rewards"}
             raise ValueError(f"{field}: algorithm {self.algorithm.name} {why[self.algorithm.name]}: take another one")
-        if self.algorithm.policy.replay_routing:
-            raise ValueError(
-                f"{field} cannot go with algorithm.policy.replay_routing = true: experts of earlier turns are not "
-                "recorded"
-            )
         if environment.several and self.reward is not None and self.reward.models:
             raise ValueError(
                 f"{field}: data.environment.earlier_turns = branch gives a row several sequences, of which "

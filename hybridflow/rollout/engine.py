@@ -208,7 +208,7 @@ class RolloutEngine:
         while self.is_busy:
             for output in self.step():
                 number = int(output.request_id)
-                yield number, self.response(output.outputs[0], requests[number].prompt, names[number])
+                yield number, self.response(output.outputs[0], len(requests[number].prompt), names[number])
             stepped()
         self.wait_until_idle()
 
@@ -238,8 +238,8 @@ class RolloutEngine:
     def abort_all(self) -> list[tuple[str, RolloutRow]]:
         """All requests end: by the names that `add` was given what each has so far.
 
-        vLLM has no output for an aborted request. All ranks of a replica do it after the same step. There are no
-        experts of a request that waits for blocks: those that it had are others' by now.
+        vLLM has no output for an aborted request. All ranks of a replica do it after the same step. The
+        experts of a request that waits for blocks are 0: those that it had are others' by now.
         """
         processor, core = (cast(Any, x) for x in (self._engine.output_processor, self._engine.engine_core))
         computed = {request.request_id for request in core.engine_core.scheduler.running}
@@ -247,8 +247,10 @@ class RolloutEngine:
         for name, state in processor.request_states.items():
             token_ids, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
             row = RolloutRow(list(token_ids), list(log_probs), calls=1)
-            if token_ids and name in computed and isinstance(self._routing, SlotRecorder):
-                row.experts = self._routing.experts(name, None, state.prompt_len + len(token_ids) - 1)
+            if token_ids and isinstance(self._routing, SlotRecorder):
+                size = state.prompt_len + len(token_ids) - 1
+                lost = self._routing.sizes.nothing(size)
+                row.experts = self._routing.experts(name, None, size) if name in computed else lost
             found.append((state.external_req_id, row))
         self._engine.abort_request([name for name, _ in found])
         while self.is_busy:
@@ -271,11 +273,11 @@ class RolloutEngine:
         """After the last step: one that vLLM began ahead may still read weights and write the cache."""
         self._platform.synchronize()
 
-    def response(self, output: "CompletionOutput", prompt: list[int], name: str) -> RolloutRow:
-        """Of a request that the last step has finished. name: that `add` gave."""
+    def response(self, output: "CompletionOutput", num_before: int, name: str) -> RolloutRow:
+        """Of a request of `num_before` tokens that the last step has finished. name: that `add` gave."""
         found = response_of(output)
         if self._routing is not None:
-            found.experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
+            found.experts = self._routing.experts(name, output, num_before + len(found.token_ids) - 1)
         return found
 
 

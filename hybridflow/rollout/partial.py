@@ -287,7 +287,7 @@ def replica_rows(
             for output in engine.step():
                 place, sample = map(int, output.request_id.split("."))
                 row = place, sample
-                more = engine.response(output.outputs[0], requests[row].prompt, names[row])
+                more = engine.response(output.outputs[0], len(requests[row].prompt), names[row])
                 found[row] = replace(more, experts=_new_experts(more, requests[row]))
                 left[place] -= 1
                 if not left[place]:

@@ -63,7 +63,7 @@ class SlotRecorder:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        self._runner, self._sizes = runner, sizes
+        self._runner, self.sizes = runner, sizes
         mixtures = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         self._layers = [module.layer_id for module in mixtures]
         groups, num_blocks = runner.kv_cache_config.kv_cache_groups, runner.kv_cache_config.num_blocks
@@ -102,6 +102,6 @@ class SlotRecorder:
         blocks = self._runner.requests[name].block_ids[self._group]
         places = torch.arange(num_tokens)
         slots = torch.tensor(blocks)[places // self._block_tokens] * self._block_tokens + places % self._block_tokens
-        found = self._sizes.nothing(num_tokens)
+        found = self.sizes.nothing(num_tokens)
         bits(found)[:, self._layers] = bits(self._records)[slots.to(self._records.device)].cpu()
         return found

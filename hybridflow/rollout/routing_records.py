@@ -280,14 +280,16 @@ class RoutingRecords:
     def of_rows(self, batch: RolloutBatch, rows: Sequence[int]) -> RowExperts | None:
         """The experts of rows that this rank's replica keeps, in the layers of the rank's stage. Local.
 
-        None of a batch without records.
+        None of a batch without records. The branches of a row (`RolloutBatch.by_branch`) share the row's record.
         """
         if batch.record_ids is None:
             return None
-        ids = batch.record_ids.tolist()
+        ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
+        starts = _starts_in_records(ids, lengths)
         recorded = self._of_rows(ids, [row for row in rows if ids[row] >= 0])
+        parts = {row: experts[starts[row] : starts[row] + lengths[row]] for row, experts in recorded.items()}
         return RowExperts(
-            {row: recorded.get(row) for row in rows}, self._nothing(0), batch.lengths, layers=self._own_layers
+            {row: parts.get(row) for row in rows}, self._nothing(0), batch.lengths, layers=self._own_layers
         )
 
     def portable(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -361,6 +363,15 @@ class RoutingRecords:
         """By row the replica."""
         parts = rows_that_stay(batch, self._actor.dp, epochs)
         return {row: replica for replica, rows in enumerate(parts) for row in rows}
+
+
+def _starts_in_records(ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """The first token of each row in the row's record: 0 but for further branches of a row."""
+    starts, known = list[int](), dict[int, int]()
+    for number, length in zip(ids, lengths, strict=True):
+        starts.append(known.get(number, 0) if number >= 0 else 0)
+        known[number] = starts[-1] + length
+    return starts
 
 
 def _lists(epochs: Sequence[Sequence[Tensor]]) -> list[list[int]]:

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.row import CUT, ENDED, SAMPLED, RolloutRow, Written
@@ -81,6 +84,8 @@ class Branch(Written):
     seed, most: seed and token limit of the last turn. calls: how often the engine was stopped in that turn.
     num_generated: tokens of the turn at the last stop.
     transcript, before: the transcript now, and the one that `drop` restores.
+    experts: that the engine of this rank has chosen for the first tokens, the prompt's included: (tokens, layers, k) by
+    request. None of the last token, which no request has read. kept_experts: the number of these that `drop` leaves.
     """
 
     prompt: list[int] = field(default_factory=list)
@@ -96,6 +101,8 @@ class Branch(Written):
     calls: int = 0
     transcript: Transcript = field(default_factory=Transcript)
     before: Transcript = field(default_factory=Transcript)
+    experts: list[Tensor] = field(default_factory=list)
+    kept_experts: int = 0
 
     @property
     def all_tokens(self) -> list[int]:
@@ -122,14 +129,20 @@ class Branch(Written):
 
     def write(self, token_ids: Sequence[int], version: int) -> None:
         """What somebody else has written before the next turn."""
-        self.kept = len(self.token_ids)
+        self.kept, self.kept_experts = len(self.token_ids), len(self.experts)
         self.opening = self.opening or len(token_ids)
         self.add(token_ids, version)
+
+    def add_experts(self, experts: Tensor) -> None:
+        """Of a request that began with the first token: tokens that an earlier request has read keep theirs."""
+        known = sum(map(len, self.experts))
+        self.experts.append(experts[known:].clone() if known else experts)  # what was read again does not stay
 
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
         self.speaks, self.turn, self.transcript = False, self.turn - 1, self.before
         self.cut(self.kept)
+        del self.experts[self.kept_experts :]
         self.opening = self.opening if self.num_tokens else 0
 
 
@@ -184,11 +197,21 @@ class TurnRow:
             calls.append(EngineCall(self._name(event.branch), request, event.max_tokens))
         return calls
 
-    def hear(self, branch: int, token_ids: Sequence[int], log_probs: Sequence[float], *, ends: bool = True) -> None:
-        """A turn of the model has ended, or was stopped within."""
+    def hear(
+        self,
+        branch: int,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        *,
+        experts: Tensor | None = None,
+        ends: bool = True,
+    ) -> None:
+        """A turn of the model has ended, or was stopped within. experts: of all tokens that the request has read."""
         sequence = self.branches[branch]
         sequence.speaks = not ends
         sequence.add(token_ids, self.version, log_probs)
+        if experts is not None:
+            sequence.add_experts(experts)
         if not ends:
             sequence.num_generated, sequence.calls = sequence.num_generated + len(token_ids), sequence.calls + 1
 
@@ -236,12 +259,28 @@ class TurnRow:
             there += [first] if SAMPLED in first.flags else []
             first, *there = sorted(there, key=_order)
         row = RolloutRow(state=CUT if last.truncated else ENDED, rewards=last.rewards, calls=1)
-        row.extend(first)
-        for branch in sorted(there, key=_order):
-            row.extend(branch, begins=True)
+        branches = [first, *sorted(there, key=_order)]
+        for number, branch in enumerate(branches):
+            row.extend(branch, begins=number > 0)
+        row.experts = _experts_of(branches)
         if last.failed:
             row.log_probs, row.flags = [0.0] * len(row.token_ids), bytearray(len(row.token_ids))
         return row
+
+
+def _experts_of(branches: Sequence[Branch]) -> Tensor | None:
+    """Of the branches one after the other, but of the last token: (tokens - 1, layers, k), 0 where a token has none.
+
+    None: no request has ended, or this rank records nothing.
+    """
+    known = [experts for branch in branches for experts in branch.experts]
+    if not known:
+        return None
+    parts = list[Tensor]()
+    for branch in branches:
+        missing = branch.num_tokens - sum(map(len, branch.experts))
+        parts += [*branch.experts, known[0].new_zeros(missing, *known[0].shape[1:])]
+    return torch.cat(parts)[:-1]
 
 
 def _order(branch: Branch) -> tuple[int, list[int]]:
@@ -303,14 +342,17 @@ class ReplicaRows:
         self.num_speaking += record.num_speaking - speaking
         self.num_dropped += max(0, turns - record.turn)
 
-    def hear(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+    def hear(
+        self,
+        row: int,
+        branch: int,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        experts: Tensor | None = None,
+    ) -> None:
         """See `TurnRow.hear`."""
         self.num_speaking -= 1
-        self[row].hear(branch, token_ids, log_probs)
-
-    def cut(self, row: int, branch: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """The engine stops within a turn, which goes on later."""
-        self[row].hear(branch, token_ids, log_probs, ends=False)
+        self[row].hear(branch, token_ids, log_probs, experts=experts)
 
     def take_events(self) -> list[tuple[TurnEvent, list[EngineCall]]]:
         """Those since the last call, in order, each with what the engine is to do."""

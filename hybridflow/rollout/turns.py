@@ -25,7 +25,7 @@ from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import OfAnotherRank, RewardError
 from hybridflow.parallel.platform import preserved_random_state
-from hybridflow.rollout.engine import Request, RolloutEngine, response_of
+from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.row import RolloutRow
 from hybridflow.rollout.rows import EngineCall, Message, ReplicaRows, TurnCounts, TurnEvent, TurnRow
 
@@ -199,6 +199,7 @@ class TurnTaking:
         self._rows, self._counts = ReplicaRows(several=environments.several, room=room), environments.counts
         self._agreement, self._paused = agreement, False
         self._keys: dict[int, RowKey] = {}  # by number, of partial rollouts
+        self._names: dict[str, str] = {}  # the engine's own of a request, by ours
         self._answers = agreement.attempt(environments.answers, self._rows) if agreement.leads else None
 
     def stream(
@@ -279,10 +280,10 @@ class TurnTaking:
     def _step(self, engine: RolloutEngine, params: "Sequence[SamplingParams]") -> list[tuple[int, RolloutRow]]:
         """A step of the engine, and what has happened since the step before: rows that have ended, by number."""
         for output in engine.step() if engine.is_busy else ():
-            self._take(output)
+            self._take(output, engine)
         ended = []
         for event, calls in self._agreed(wait=not engine.is_busy):
-            make_calls(engine, calls, params)
+            self._call(engine, calls, params)
             if event.ends:
                 ended.append((event.row, self._rows[event.row].finished_row(event)))
                 self._rows.forget(event.row)
@@ -300,24 +301,34 @@ class TurnTaking:
             self._rows.apply(event)
         return self._rows.take_events()
 
-    def _take(self, output: "RequestOutput") -> None:
+    def _take(self, output: "RequestOutput", engine: RolloutEngine) -> None:
         """A turn of the model has ended, unless nobody waits for the turn any more."""
         number, branch, asked = map(int, output.request_id.split("."))
         if number not in self._rows:
             return  # of a row that has ended while a step was under way
-        record, turn = self._rows[number], response_of(output.outputs[0])
+        record = self._rows[number]
         sequence = record.branches[branch]
         if not sequence.speaks or asked != sequence.num_requests:
             return  # of a turn that was dropped while a step was under way
         if sequence.turn > 1:
             self._counts.prefix_tokens += sequence.num_tokens
             self._counts.cached_tokens += output.num_cached_tokens or 0
-        self._rows.hear(number, branch, turn.token_ids, turn.log_probs)
+        turn = engine.response(output.outputs[0], sequence.num_tokens, self._names.pop(output.request_id))
+        self._rows.hear(number, branch, turn.token_ids, turn.log_probs, turn.experts)
         if sequence.num_generated:  # a stop has cut the turn, and the whole of it has ended now
             first = len(sequence.token_ids) - len(turn.token_ids) - sequence.num_generated
             turn = RolloutRow(sequence.token_ids[first:], sequence.log_probs[first:], state=turn.state)
         if self._answers is not None:
             self._agreement.attempt(self._answers.on_turn_end, record, branch, turn)
+
+    def _call(self, engine: RolloutEngine, calls: Sequence[EngineCall], params: "Sequence[SamplingParams]") -> None:
+        """What events ask of the engine. params: by bucket."""
+        for name, request, most in calls:
+            if request is None:
+                self._names.pop(name, None)
+                engine.abort(name)
+            else:
+                self._names[name] = engine.add(name, request, params[request.bucket], max_tokens=most)
 
     def _go_on(self, engine: RolloutEngine, params: "Sequence[SamplingParams]", version: int) -> None:
         if self._paused and self._answers is not None:
@@ -325,13 +336,14 @@ class TurnTaking:
         self._paused = False
         self._rows.go_on(version)
         for record in self._rows.records:
-            make_calls(engine, record.resumed(), params)
+            self._call(engine, record.resumed(), params)
 
     def _stop(self, engine: RolloutEngine) -> None:
         """Behind the events of a step, which all ranks have applied."""
         for name, part in engine.abort_all():
             row, branch, _ = map(int, name.split("."))
-            self._rows.cut(row, branch, part.token_ids, part.log_probs)
+            self._rows[row].hear(branch, part.token_ids, part.log_probs, experts=part.experts, ends=False)
+        self._names.clear()
         self._paused = True
         if self._answers is not None:
             self._answers.pause()
@@ -341,12 +353,3 @@ class TurnTaking:
         """On the rank that asks for the turns."""
         self._counts.dropped += self._rows.num_dropped if self._answers is not None else 0
         self._rows.num_dropped = 0
-
-
-def make_calls(engine: RolloutEngine, calls: Sequence[EngineCall], params: "Sequence[SamplingParams]") -> None:
-    """What events ask of the engine. params: by bucket."""
-    for name, request, most in calls:
-        if request is None:
-            engine.abort(name)
-        else:
-            engine.add(name, request, params[request.bucket], max_tokens=most)

@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from hybridflow.agents.sessions import Agents
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout import turns
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.row import BEGINS, CUT, ENDED, SAMPLED, RolloutRow
 from hybridflow.rollout.turns import Episode, LeaderBroadcast, NewRow, TurnTaking
@@ -139,16 +139,23 @@ class Drawn:
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._there, self._late = rng, dict[str, tuple[Request, int]](), dict[str, tuple[Request, int]]()
 
-    def add(self, name: str, request: Request, params: Any, *, max_tokens: int) -> None:
+    def add(self, name: str, request: Request, params: Any, *, max_tokens: int) -> str:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
+        return name
 
     def abort_all(self) -> list[tuple[str, RolloutRow]]:
         """Each turn has some of its tokens."""
         there, self._there = self._there, {}
         found = [(name, self._drawn(*asked)) for name, asked in there.items()]
         parts = [(name, ids[: self._rng.randrange(len(ids))]) for name, ids in found]
-        return [(name, RolloutRow(ids, log_probs_of(ids))) for name, ids in parts]
+        return [
+            (
+                name,
+                RolloutRow(ids, log_probs_of(ids), experts=experts_of([*there[name][0].prompt, *ids]) if ids else None),
+            )
+            for name, ids in parts
+        ]
 
     def _drawn(self, request: Request, most: int) -> list[int]:
         draw = random.Random(f"{request.prompt}{request.seed}")
@@ -170,11 +177,21 @@ class Drawn:
         for name, (request, most) in {**late, **ended}.items():
             token_ids = self._drawn(request, most)
             state = ENDED if token_ids[-1] == END_ID else CUT
-            response = RolloutRow(token_ids, log_probs_of(token_ids), state=state)
+            experts = experts_of([*request.prompt, *token_ids])
+            response = RolloutRow(token_ids, log_probs_of(token_ids), state=state, experts=experts)
             yield SimpleNamespace(request_id=name, num_cached_tokens=0, outputs=[response])
+
+    def response(self, output: RolloutRow, num_before: int, name: str) -> RolloutRow:
+        assert output.experts is not None and len(output.experts) == num_before + len(output.token_ids) - 1
+        return output
 
     def wait_until_idle(self) -> None:
         assert not self._there
+
+
+def experts_of(token_ids: list[int]) -> torch.Tensor:
+    """(tokens - 1, 1, 2): each token that a request has read, and the token's place."""
+    return torch.tensor([[[token, place]] for place, token in enumerate(token_ids)])[:-1]
 
 
 def log_probs_of(token_ids: list[int]) -> list[float]:
@@ -200,6 +217,9 @@ def turns_of(response: RolloutRow) -> Counter[tuple[str, str]]:
             said = ids[at : stop - 1] if ids[stop - 1] == END_ID else ids[at:stop]
             found[TOKENIZER.decode(ids[:at]), TOKENIZER.decode(said)] += 1
         assert begins, "a sequence in which the model says nothing is none"
+        read = max(at for at, by in enumerate(sampled) if by)  # the last of the model's tokens is in no request
+        experts = response.experts[start:end]
+        assert torch.equal(experts[:read], experts_of(ids)[:read]) and not experts[read:].any()
     return found
 
 
@@ -220,12 +240,11 @@ def with_stops(taking: TurnTaking, engine: Drawn, rows: list[NewRow]) -> dict[in
 
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_has_what_its_agent_was_told(seed: int, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_what_its_agent_was_told(seed: int, stops: bool) -> None:
     """Each answer that a client has, behind the text that it asked with; beside these only answers that it lost.
 
     stops: the engine stops when a row has ended, within turns of others, and goes on with another version.
     """
-    monkeypatch.setattr(turns, "response_of", lambda output: output)
     rng, several = random.Random(seed), seed % 4 != 0
     how = {"earlier_turns": "branch"} if several else {}
     pool = Running(

@@ -536,7 +536,7 @@ def test_requests_wait_while_the_engine_does_something_else() -> None:
     leaves.request("POST", url.path, json.dumps({"model": "gpt", "messages": [USER]}))
     assert rows.replies() == [TurnEvent(1, FIRST, 32)]
     for row in (0, 1):
-        rows.driven.rows.cut(row, 0, ids("3"), [-0.5])
+        rows.driven.rows[row].hear(0, ids("3"), [-0.5], ends=False)
     rows.sessions.pause()
     asks = rows.ask(USER, row=2)
     meanwhile = driven(rows.shared, 1)

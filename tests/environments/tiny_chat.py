@@ -53,9 +53,11 @@ def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     return found
 
 
-def make_chat_inputs(directory: Path, *, num_rows: int = 16, template: str = TEMPLATE) -> Path:
-    """DIRECTORY with checkpoints, train.jsonl and heldout.jsonl, of rows {"question", "answer"}."""
-    make_checkpoints(directory, family="llama", tied=False, head_dim=32, max_length=256)
+def make_chat_inputs(
+    directory: Path, *, num_rows: int = 16, template: str = TEMPLATE, family: str = "llama", **model: Any
+) -> Path:
+    """DIRECTORY with checkpoints, train.jsonl and heldout.jsonl, of rows {"question", "answer"}. model: its sizes."""
+    make_checkpoints(directory, family=family, tied=False, head_dim=32, max_length=256, **model)
     for name in ("policy", "reference", "reward", "critic"):
         make_tokenizer(template).save_pretrained(directory / name)
     rows = [{"question": f"{i}+{i % 7}=", "answer": str(i + i % 7)} for i in range(num_rows)]

@@ -180,7 +180,7 @@ def test_segments_of_partial_rollouts(num_experts: int, exchange: Exchange) -> N
 def test_the_slots_of_the_cache(num_experts: int) -> None:
     """Of the older runner: steps write by slot, a request reads its blocks."""
     sizes, recorder = sizes_of(num_experts), object.__new__(SlotRecorder)
-    recorder._sizes, recorder._layers, recorder._layer = sizes, [1, 4], "layer"
+    recorder.sizes, recorder._layers, recorder._layer = sizes, [1, 4], "layer"
     recorder._group, recorder._block_tokens = 0, 4
     recorder._records = torch.zeros(21, 2, CHOSEN, dtype=sizes.dtype)
     recorder._runner = mock.Mock(requests={"a": mock.Mock(block_ids=[[3, 1]])})

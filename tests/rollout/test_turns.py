@@ -240,14 +240,14 @@ def test_a_turn_that_a_stop_cuts_goes_on_with_a_seed_of_the_part() -> None:
     [*_, (_, [asked])] = rows.take_events()
     assert asked.request is not None
     seeds = [7, asked.request.seed]
-    rows.cut(0, 0, [5, 6], [-0.2, -0.3])
+    rows[0].hear(0, [5, 6], [-0.2, -0.3], ends=False)
     rows.go_on(1)
     for spoken, prompt in ((2, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6]), (3, [1, 2, 3, 4, 5, 6, 8])):
         [call] = row.resumed()
         assert call.request is not None and (call.name, call.max_tokens) == ("0.0.2", 9 - spoken)
         assert (call.request.prompt, call.request.num_before, call.request.bucket) == (prompt, spoken, 1)
         seeds.append(call.request.seed)
-        rows.cut(0, 0, [8] if len(seeds) == 4 else [], [-0.4] if len(seeds) == 4 else [])
+        rows[0].hear(0, [8] if len(seeds) == 4 else [], [-0.4] if len(seeds) == 4 else [], ends=False)
     assert seeds[2] == request_seed(asked.request.seed, 0, 1) and len(set(seeds)) == 5
     rows.go_on(2)
     rows.hear(0, 0, [9], [-0.5])
