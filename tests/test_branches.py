@@ -11,7 +11,8 @@ from hybridflow.config.algorithms import PPO
 from hybridflow.flows.earned import branch_token_rewards
 from hybridflow.flows.ppo import estimates
 from hybridflow.recording.iteration import turn_metrics
-from hybridflow.recording.samples import ANOTHER, _turns, marked
+from hybridflow.recording.marked_turns import ANOTHER, marked
+from hybridflow.recording.samples import _turns
 from hybridflow.rollout.generation import responses_to
 from hybridflow.rollout.row import BEGINS, CUT, ENDED, RolloutRow
 from tests.rollout.test_generation import prompts

@@ -228,7 +228,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
 ) -> None:
     def notes(free: int) -> list[str]:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-        assert main(["config.yaml", "checkpoint.save_interval=1", "num_iterations=9"]) == 0
+        assert main(["config.yaml", "--all", "checkpoint.save_interval=1", "num_iterations=9"]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "output_dir" in line]
 
     assert notes(3 * SAVED) == [f"output_dir = runs has {3 * SAVED / 1024:.2f} KiB free on this machine."]
@@ -338,7 +338,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_tables_name_everything_and_fit_the_page() -> None:
-    done = command("configs/qwen2_72b_64gpus.yaml")
+    done = command("configs/qwen2_72b_64gpus.yaml", "--all")
     assert (done.returncode, done.stderr) == (0, "")
     assert "world size 64 (the smallest that its layouts go up in)" in done.stdout
     for text in (
@@ -350,8 +350,21 @@ def test_the_tables_name_everything_and_fit_the_page() -> None:
     ):
         assert text in done.stdout
     *table, verdict = done.stdout.splitlines()
-    assert max(map(len, table)) <= 112 and verdict.endswith("or device_profile in the config.")
-    assert len(table) < 80
+    assert table.pop(1) == verdict and verdict.endswith("or device_profile in the config.")
+    assert max(map(len, table)) <= 112 and len(table) < 80
+
+
+@pytest.mark.parametrize("name", ["llama3_8b_8gpus", "qwen3_8b_lora_1gpu", "qwen3_235b_a22b_64gpus"])
+def test_a_plan_has_25_lines_with_the_verdict_first_and_last(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main([f"configs/{name}.yaml", "--memory-gib", "80"]) in (0, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25 and lines[1] == lines[-1] and lines[-1].startswith(("Fits: ", "Does not fit: "))
+    assert sum(line.startswith("Weight sync: ") for line in lines) == 1
+    assert sum(line.startswith("Checkpoint: ") for line in lines) == 1
+    assert "formula" not in "".join(lines) and "; 0 GiB are left" not in lines[-1]
 
 
 @pytest.mark.thorough

@@ -10,8 +10,8 @@ The command starts no process and reads no weights. Of each model it reads confi
 config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. If a run cannot work, the
 command prints all reasons and ends with status 1. `hybridflow train` prints the same reasons.
 
-The last line says whether the run fits the memory of a device, and what would help. The status is 3 where the run does
-not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these the line is of this machine's
+The second line, and again the last one, says whether the run fits the memory of a device, and what would help. The
+status is 3 where the run does not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these the line is of this machine's
 own memory, and the status is 0.
 """
 
@@ -22,21 +22,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from hybridflow import __version__
-from hybridflow.automap.timing import Work
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.cli.command import argument_parser, positive, print_error
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
-from hybridflow.config import ExperimentConfig, RunConfig, read_tree
+from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
-from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.hub import fetch_models
 from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.config.staleness import partial_notes
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from hybridflow.automap.device import DeviceProfile
     from hybridflow.placement.forecast import Report
     from hybridflow.placement.placed import PlacedModels
-
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
@@ -72,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # hybridflow/launcher/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print only the smallest number of ranks")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--all", action="store_true", help="print all tables and notes of the plan")
     parser.add_argument("--time", action="store_true", help="also predict the seconds of an iteration")
     parser.add_argument(
         "--profile", metavar="FILE|NAME", help=f"the device's speed and memory (default {DEFAULT_PROFILE})"
@@ -134,6 +132,7 @@ def _search(options: argparse.Namespace) -> None:
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
     from hybridflow.automap.timing import work_of
+    from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
 
@@ -250,6 +249,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(options.world_size or smallest_world_size(config))
         return 0
     # torch loads for a second: a bad config fails before
+    from hybridflow.cli.plan_lengths import with_lengths
     from hybridflow.cli.plan_verdict import known_facts, on_devices_of, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
@@ -294,39 +294,16 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
-        print_plan(plan, _console())
+        print_plan(plan, _console(), whole=options.all)
     return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
 
 
 def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
+    from hybridflow.cli.plan_lengths import work_with
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
     profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
     work = work_with(work_of(placed.config, profile), options.prompt_tokens, options.response_tokens)
     return time_report(placed, profile, work)
-
-
-Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig, ExperimentConfig | FixedDataConfig)
-
-
-def with_lengths(config: Kind, response_tokens: int | None) -> Kind:
-    """The config with this mean response length, which sizes the KV cache. Errors: ConfigError above the longest."""
-    if response_tokens is None or isinstance(config, FixedDataConfig):
-        return config
-    _check(response_tokens, config.sampling.max_response_length)
-    sampling = config.sampling.model_copy(update={"expected_response_length": response_tokens})
-    return config.model_copy(update={"sampling": sampling})
-
-
-def work_with(work: Work, prompt_tokens: int | None, response_tokens: int | None) -> Work:
-    """Errors: ConfigError for a mean above the longest response."""
-    mean = response_tokens or work.mean
-    _check(mean, work.longest)
-    return replace(work, prompt=prompt_tokens or work.prompt, mean=mean)
-
-
-def _check(mean: float, longest: float) -> None:
-    if mean > longest:
-        raise ConfigError(f"--response-tokens {mean:g}: responses have {longest:g} tokens at most")

@@ -1,8 +1,9 @@
-"""What `hybridflow.plan` prints: tables of roles, memory, the reshard and a checkpoint."""
+"""What `hybridflow.plan` prints: the verdict, tables of roles and memory, and lines on the sync and a checkpoint."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,15 +22,50 @@ FEW = 24  # characters of ranks that are shown whole
 GIB = 1 << 30
 
 
-def print_plan(plan: "Report", console: Console) -> None:
-    """The tables of a forecast."""
+def print_plan(plan: "Report", console: Console, *, whole: bool) -> None:
+    """A forecast, with the verdict first and last. whole: with tables of the sync and a checkpoint, and all notes."""
     chosen = " (the smallest that its layouts go up in)" if plan["smallest_that_fits"] else ""
-    console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
+    console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"), soft_wrap=True)
+    console.print(Text(plan["verdict"]["line"]), soft_wrap=True)
     if "placement" in plan:
         console.print(Text(f"\n{plan['placement']}"))
+    if whole:
+        _print_tables(plan, console)
+    else:
+        _print_short(plan, console)
+    if plan.get("missing"):
+        console.print(Text("Sizes alone are planned: hybridflow train would refuse this config here:"))
+        for line in plan["missing"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+    if "time" in plan:
+        from hybridflow.cli.plan_time import print_time
+
+        print_time(plan["time"], console)
+    console.print(Text(plan["verdict"]["line"]), soft_wrap=True)
+
+
+def _print_short(plan: "Report", console: Console) -> None:
+    """The roles, the fullest rank of each moment, and a line each on the cache, the sync and a checkpoint."""
+    console.print(_roles_table(plan, whole=False))
+    for moment, report in plan["memory"].items():
+        row = report["worst_rank"]
+        parts = [f"{kind.replace('_', ' ')} {_gib(row[kind])}" for kind in MEMORY_COLUMNS[:-1] if row[kind]]
+        console.print(Text(f"{moment}: {_gib(row['total'])} GiB on rank {row['rank']}: {', '.join(parts)}"))
+    if "reshard" in plan:
+        received = plan["reshard"]["received_bytes"]
+        moved = f"a rank receives {_bytes(received['max'])} at most" if received["max"] else "nothing moves"
+        console.print(Text(f"{plan['kv_cache']['line']}."))
+        console.print(Text(f"Weight sync: {moved}, all ranks {_bytes(received['total'])}."))
+    notes = *plan["adapters"], *(f"{note}." for note in plan.get("rollout_notes", ()))
+    for note in (*notes, _checkpoint_line(plan["checkpoint"])):
+        console.print(Text(note), soft_wrap=True)
+    console.print(Text("--all shows each role's memory, the ways of the sync, and a checkpoint by rank."))
+
+
+def _print_tables(plan: "Report", console: Console) -> None:
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
-        (_roles_table(plan), (*plan["adapters"], *(_rollout_notes(plan) if generates else ()))),
+        (_roles_table(plan, whole=True), (*plan["adapters"], *(_rollout_notes(plan) if generates else ()))),
         (_memory_table(plan), (*(MEMORY_NOTES if generates else FIXED_MEMORY_NOTES), *_more_lines(plan))),
     ]
     if generates:
@@ -39,15 +75,7 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(table)
         for note in notes:
             console.print(Text(note))
-    if plan.get("missing"):
-        console.print(Text("\nSizes alone are planned: hybridflow train would refuse this config here:"))
-        for line in plan["missing"]:
-            console.print(Text(f"  {line}"), soft_wrap=True)
-    if "time" in plan:
-        from hybridflow.cli.plan_time import print_time
-
-        print_time(plan["time"], console)
-    console.print(Text(f"\n{plan['verdict']['line']}"), soft_wrap=True)
+    console.print()
 
 
 def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
@@ -59,26 +87,31 @@ def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
     return table
 
 
-def _roles_table(plan: "Report") -> Table:
-    columns = ("role", "dtype", "parameters", "grid", "ranks", "layers a stage", "model")
+def _roles_table(plan: "Report", *, whole: bool) -> Table:
+    """whole: with the layers of each stage."""
+    stages = ("layers a stage",) if whole else ()
+    columns = ("role", "dtype", "parameters", "grid", "ranks", *stages, "model")
     table = _table("Roles", columns, num_left=len(columns))
+    if not whole:
+        table.box, table.title, table.pad_edge = box.SIMPLE_HEAD, None, False
     for role in plan["roles"]:
+        trained = role["trained_parameters"]
         table.add_row(
             role["role"],
             role["dtype"],
-            _count(role["parameters"])
-            + (f", {_count(trained)} trained" if (trained := role["trained_parameters"]) else ""),
+            _count(role["parameters"]) + (f", {_count(trained)} trained" if trained else ""),
             _grid(role),
             role["ranks"],
-            _layers(role["layers_per_stage"]),
+            *([_layers(role["layers_per_stage"])] if whole else ()),
             Text(role["model"]),
         )
     if "rollout" not in plan:
         return table
     rollout = plan["rollout"]
-    whole = " ep" if rollout["expert_parallel"] else ""
-    engine = f"{rollout['replicas']} of tp {rollout['tp']}{whole} x pp {rollout['pp']}"
-    table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
+    experts = " ep" if rollout["expert_parallel"] else ""
+    engine = f"{rollout['replicas']} of tp {rollout['tp']}{experts} x pp {rollout['pp']}"
+    layers = [_layers(rollout["layers_per_stage"])] if whole else ()
+    table.add_row("engine", "", "", engine, rollout["ranks"], *layers, "the actor's")
     return table
 
 
@@ -204,10 +237,21 @@ def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
         memory = " On GPUs the copies are page-locked, and take up to twice as much memory."
     notes = [f"{when}; at most {checkpoint['num_kept']} at a time, with the one under way: {_bytes(kept)}.{memory}"]
-    free, own = checkpoint["free_bytes"], checkpoint["own_bytes"]
+    return [*notes, _disk_line(checkpoint)]
+
+
+def _checkpoint_line(checkpoint: "Report") -> str:
+    when = _when_saved(checkpoint["save_interval"], checkpoint["save_minutes"])
+    size = f"{_bytes(checkpoint['rank_bytes']['total'])} each, {checkpoint['num_kept']} at most"
+    return f"Checkpoint: {size}; {when[0].lower()}{when[1:]}. {_disk_line(checkpoint)}"
+
+
+def _disk_line(checkpoint: "Report") -> str:
+    """Whether the disk holds all that is kept."""
+    kept, free, own = (checkpoint[name] for name in ("kept_bytes", "free_bytes", "own_bytes"))
     beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
     room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"
-    return [*notes, f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."]
+    return f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."
 
 
 def _when_saved(interval: int, minutes: float | None) -> str:

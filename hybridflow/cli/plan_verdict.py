@@ -7,6 +7,7 @@ from hybridflow.config import RunConfig
 from hybridflow.parallel.ranks import counted
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import PlacedRun
 from hybridflow.placement.verdict import Change, Verdict, verdict
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def verdict_report(run: "PlacedModels", facts: "Facts | None", *, elsewhere: boo
     taken = facts.margin_bytes + margin
     room = f"{_gib(found.room - margin)} GiB ({_gib(facts.memory_bytes)} less {_gib(taken)} for {libraries})"
     where = f"rank {fullest.rank} in {fullest.moment}"
+    takes_all = fullest.moment == "generation" and isinstance(run, PlacedRun) and not run.kv_cache.is_given
     if found.fits:
-        line = f"Fits: {where} is fullest: {_gib(fullest.bytes)} of {room}; {_gib(found.left)} GiB are left."
+        left = "the KV cache takes what is free" if takes_all else f"{_gib(found.left)} GiB are left"
+        line = f"Fits: {where} is fullest: {_gib(fullest.bytes)} of {room}; {left}."
     else:
         line = f"Does not fit: {where} needs {_gib(fullest.bytes)} GiB, {_gib(-found.left)} more than {room}. " + _help(
             found.alone, found.together, found.ranks, run.world_size

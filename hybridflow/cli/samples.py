@@ -23,7 +23,7 @@ from hybridflow import __version__
 from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.data.rows import shown
 from hybridflow.errors import DataError, UserError
-from hybridflow.recording.samples import Turn, marked
+from hybridflow.recording.marked_turns import Turn, marked
 
 WIDTH = 112  # columns of a pipe
 CUT = " [cut here by a limit]"

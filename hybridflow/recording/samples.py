@@ -1,41 +1,15 @@
-"""Responses that a person reads: which of them, and what stands beside each in samples.jsonl. Without torch.
-
-In the text of a row of many turns, what is not the model's is marked.
-"""
+"""Responses that a person reads: which of them, and what stands beside each in samples.jsonl."""
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-
-OPENS, CLOSES = "\u27e6", "\u27e7"  # around what an environment has written
-ANOTHER = "\n--- another sequence of the row ---\n"
-
-
-class Turn(TypedDict):
-    """Of a response: by "model" or "environment". What the environment has written is not trained on.
-
-    begins: another sequence of the row, which the model reads by itself.
-    """
-
-    by: str
-    text: str
-    begins: NotRequired[bool]
-
-
-def marked(turns: Iterable[Turn]) -> str:
-    return "".join(_marked(turn) for turn in turns)
-
-
-def _marked(turn: Turn) -> str:
-    text = turn["text"] if turn["by"] == "model" else f"{OPENS}{turn['text']}{CLOSES}"
-    return f"{ANOTHER}{text}" if turn.get("begins") else text
-
+from hybridflow.recording.marked_turns import Turn
 
 MOST_CHARACTERS = 2000  # of a column's value
 

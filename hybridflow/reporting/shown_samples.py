@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.recording.samples import marked
+from hybridflow.recording.marked_turns import marked
 from hybridflow.reporting.runs import Sample, Samples
 
 MOST_ROWS = 16  # of an iteration and a kind: the best half and the worst half

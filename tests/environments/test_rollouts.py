@@ -16,7 +16,7 @@ from hybridflow.batch import PerToken, RolloutBatch
 from hybridflow.checkpoint.state import load_state
 from hybridflow.cli.samples import main
 from hybridflow.recording.iteration import batch_metrics, turns_of_rows
-from hybridflow.recording.samples import OPENS
+from hybridflow.recording.marked_turns import OPENS
 from hybridflow.reporting.runs import Samples
 from hybridflow.reporting.shown_samples import shown_samples
 from tests.environments.holes_worker import CASES as HOLES
