@@ -11,8 +11,8 @@ config's algorithm. Without --world-size the plan has the smallest number of ran
 command prints all reasons and ends with status 1. `hybridflow train` prints the same reasons.
 
 The second line, and again the last one, says whether the run fits the memory of a device, and what would help. The
-status is 3 where the run does not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these the line is of this machine's
-own memory, and the status is 0.
+status is 3 where the run does not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these
+the line is of this machine's own memory, and the status is 0. --all prints all tables.
 """
 
 import argparse
