@@ -18,7 +18,7 @@ from hybridflow.config.files import BASE
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import OF_GENERATION, FixedDataConfig
 from hybridflow.config.losses import PolicyLoss
-from hybridflow.config.old_keys import ENV_VARS, MOVED, OLD_ENV_VARS, moved_to
+from hybridflow.config.old_keys import ENV_VARS, MOVED, OLD_ENV_VARS
 from hybridflow.config.section import Section
 
 Schema = dict[str, Any]
@@ -160,7 +160,7 @@ def _add_old_keys(parts: Schema) -> None:
     cap = _former(parts["Importance"]["properties"]["cap"], "importance.cap")
     for name in policies:
         parts[name]["properties"]["importance_cap"] = cap
-    moved = {key: _former(_key_schema(parts, moved_to(key)), moved_to(key)) for key in MOVED}
+    moved = {key: _former(_key_schema(parts, place), place) for key, place in MOVED.items()}
     parts[NAMELESS] = parts["PPO"] | {"properties": parts["PPO"]["properties"] | moved}
 
 
