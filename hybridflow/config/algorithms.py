@@ -64,15 +64,6 @@ class PPO(Section):
     critic_warmup_iterations: NonNegativeInt = 0
     """Iterations at the start in which only the critic is trained. 0: none."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.positive_nll_coef and self.policy.loss_mean != "token_mean":
-            raise ValueError(
-                f"positive_nll_coef = {self.positive_nll_coef} needs policy.loss_mean: token_mean, not "
-                f"{self.policy.loss_mean}"
-            )
-        return self
-
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
 
@@ -173,21 +164,6 @@ class OPO(Section):
     update: Update = Update()
     """Epochs and mini-batches of an iteration."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for key, value, neutral in (
-            ("kl.use", self.kl.use, "none"),
-            ("policy.entropy_coef", self.policy.entropy_coef, 0),
-            ("update.epochs", self.update.epochs, 1),
-        ):
-            if value != neutral:
-                raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
-        if self.dynamic_sampling is not None and self.dynamic_sampling.surplus == "keep":
-            raise ValueError(
-                "dynamic_sampling.surplus = keep: opo is exactly on-policy, a surplus is one update old: drop"
-            )
-        return self
-
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"})
 
@@ -263,17 +239,6 @@ class Reinforce(Section):
             return given
         own = {"use": "loss", "estimator": "k2"} if given.get("baseline") == "group" else {}
         return {**given, "kl": {"coef": 0.01, **own, **given.get("kl", {})}}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.baseline == "group" and self.kl.use == "reward":
-            raise ValueError(
-                "kl.use = reward: with baseline: group the KL must be in the loss, because a reward belongs to a "
-                "response"
-            )
-        if self.baseline == "group" and self.gamma != 1.0:
-            raise ValueError(f"gamma = {self.gamma}: with baseline: group there is no discount, and gamma must be 1")
-        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
@@ -353,31 +318,3 @@ ALGORITHMS: Mapping[str, type[Section]] = {
     "distill": Distill,
     "custom": Custom,
 }
-
-
-def compares_responses(algorithm: Algorithm) -> bool:
-    """Whether an advantage is one of a whole response, relative to the other responses to the prompt."""
-    match algorithm:
-        case GRPO() | DrGRPO() | RLOO() | OPO() | MaxRL():
-            return True
-        case Reinforce():
-            return algorithm.baseline == "group"
-        case PPO() | ReMax() | Distill() | Custom():
-            return False
-
-
-def check_parts(algorithm: Algorithm) -> None:
-    """Raise ValueError, with the reason, where parts of an algorithm make no sense together. A custom flow knows."""
-    kl, policy, name = algorithm.kl, algorithm.policy, algorithm.name
-    if isinstance(algorithm, Custom):
-        return
-    if kl.use == "loss" and kl.estimator == "k1":
-        raise ValueError(
-            "algorithm.kl.estimator = k1 in the loss: the expected gradient of k1 is zero. k2 and k3+ have the "
-            "gradient of KL(actor || reference), k3 that of KL(reference || actor)"
-        )
-    if policy.kind == "gspo" and not compares_responses(algorithm):
-        raise ValueError(
-            "algorithm.policy.kind = gspo: the ratio of gspo belongs to a whole response, but the advantages of "
-            f"{name} belong to tokens. gspo needs an algorithm that compares the responses of a prompt"
-        )

@@ -7,8 +7,6 @@ from hybridflow.config.run import MetricsConfig
 def check_evaluation(data: DataConfig, metrics: MetricsConfig, *, functions_judge: bool) -> None:
     """functions_judge: the section reward says what is right where nothing else does. Errors: ValueError."""
     every = metrics.eval_interval
-    if every and not data.heldout:
-        raise ValueError(f"metrics.eval_interval = {every} needs data.heldout")
     if every and not (metrics.eval_reward or data.environment or functions_judge):
         who = "metrics.eval_reward, data.environment, or functions in reward"
         raise ValueError(f"metrics.eval_interval = {every} needs {who}")
