@@ -87,7 +87,7 @@ EXAMPLES = [
     ["data.environment={verifiers: x}"],
     ["data.environment={agent: 'a:b', python: p}"],
     ["data.environment={verifiers: x, python: p, prompt: column}"],
-    # ---- RewardConfig
+    # ---- ScoringConfig
     ["reward.on_error=score"],
     ["reward.error_score=1"],
     # ---- RemoteRewardConfig
