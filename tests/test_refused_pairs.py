@@ -186,7 +186,7 @@ def kinds_of(section: type[Section]) -> list[type[Section]]:
 OTHER_RULES = {
     "algorithms._check": "the models of a flow are a list of names",
     "experiment._check_scores_and_turns": "one of three lists is enough",
-    "held_out.check_evaluation": "one of three keys is enough",
+    "experiment._check_evaluation": "one of three keys is enough",
     "losses._check": "1 lies between two numbers",
     "roles._check_dispatcher": "the text has a product of sizes",
     "sampling.check_buckets": "the values of buckets are compared",

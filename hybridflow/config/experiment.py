@@ -15,7 +15,6 @@ from hybridflow.config.algorithms import OPO, PPO, Custom, Distill
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
 from hybridflow.config.gym_rewards import with_scorer
-from hybridflow.config.held_out import check_evaluation
 from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
@@ -73,8 +72,21 @@ class ExperimentConfig(RunConfig):
         profile = self.metrics.profile
         if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
-        check_evaluation(data, self.metrics, functions_judge=self.reward_functions_judge)
+        self._check_evaluation()
         return self
+
+    def _check_evaluation(self) -> None:
+        """Something says what is right in evaluations, and sets have their turn at some of these."""
+        every = self.metrics.eval_interval
+        if every and not (self.metrics.eval_reward or self.data.environment or self.reward_functions_judge):
+            who = "metrics.eval_reward, data.environment, or functions in reward"
+            raise ValueError(f"metrics.eval_interval = {every} needs {who}")
+        for name, each in self.data.heldout_sets.items():
+            key = f"data.heldout.{name}.interval = {each.interval}"
+            if each.interval is not None and not every:
+                raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
+            if each.interval is not None and each.interval % every:
+                raise ValueError(f"{key}: is no multiple of metrics.eval_interval = {every}")
 
     @property
     def reward_functions_judge(self) -> bool:
