@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hybridflow.config.algorithms import Algorithm
-from hybridflow.config.data import DataConfig
 from hybridflow.config.roles import RoleConfig, RolloutConfig
-from hybridflow.config.run import CheckpointConfig
-from hybridflow.config.sampling import SamplingConfig
 from hybridflow.parallel.ranks import shown
 
 
@@ -15,15 +12,9 @@ class StaleConfig(Protocol):
     """What stale rollouts ask of a config."""
 
     @property
-    def data(self) -> DataConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
     def rollout(self) -> RolloutConfig: ...
     @property
     def algorithm(self) -> Algorithm: ...
-    @property
-    def checkpoint(self) -> CheckpointConfig: ...
     def roles(self) -> Mapping[str, RoleConfig]: ...
 
 
