@@ -17,11 +17,12 @@ DOCS = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))  # before docs/, which is no place of packages
 
-from docs.generator import algorithms, api, cli, config_keys, families, fields, metrics, statuses  # noqa: E402 (needs that path)
+from docs.generator import algorithms, api, cli, config_keys, families, fields, metrics, refused_pairs, statuses  # noqa: E402 (needs that path)  # noqa: E402 (the same)
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli.page,
     "reference/config.md": config_keys.page,
+    "reference/refused-pairs.md": refused_pairs.page,
     "reference/metrics.md": metrics.page,
     "reference/exit-statuses.md": statuses.page,
     "reference/algorithms.md": algorithms.page,

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hybridflow.inspection.versions import PAIRS, within
+from hybridflow.parallel.versions import PAIRS, within
 from tests.constraints import CUDA, OVER, OWN, _lines, files_of_two, names_without_library, pinned, unlike_files, wanted
 from tests.launch import ROOT
 

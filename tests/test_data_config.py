@@ -53,7 +53,8 @@ def test_a_file_and_several() -> None:
         ({"columns": {"prompt": "a..b"}}, "data: columns: 'prompt': 'a..b' names no column, such as prompt: question"),
         (
             {"columns": {"prompt": "q"}, "prompt_key": "question"},
-            "data: prompt_key = question and columns.prompt = q both name the prompt's column: leave one out",
+            "data: prompt_key = question cannot go with columns.prompt = q: both name the prompt's column. "
+            "Leave one out",
         ),
         ({"bad_rows": "skip"}, "data.bad_rows = 'skip': input should be 'drop' or 'error'"),
         ({"checked_mib": -1}, "data.checked_mib = -1: input should be greater than or equal to 0"),
@@ -98,7 +99,8 @@ def test_held_out_sets_by_name() -> None:
         ({"a": {"files": "m", "samples": 0}}, "a.samples = 0: input should be greater than 0"),
         (
             {"a": {"files": "m", "samples": 4}},
-            "a.samples = 4: at temperature = 0 all responses to a prompt are the same. Give a temperature, such as 1.0",
+            "a.samples = 4 cannot go with temperature = 0.0: all responses to a prompt are the same. "
+            "Give a temperature, such as 1.0",
         ),
         ({"a": {"files": "m", "temperature": 0.001}}, "a.temperature = 0.001: is 0 or at least 0.01"),
         (

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hybridflow.config import ALGORITHMS, ExperimentConfig, other_fixed_trainers, set_key
+from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import FixedDataConfig
-from hybridflow.config.other_trainers import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
+from hybridflow.config.other_trainers import (
+    NOT_HERE,
+    NOTHING_ON_FIXED_DATA,
+    algorithm_hint,
+    algorithm_names,
+    hint,
+    leaves,
+    other_keys,
+)
 from hybridflow.errors import ConfigError
 from tests.messages import like
 from tests.test_config import MINIMAL
 
 ROOT = Path(__file__).resolve().parents[1]
+ROWS, FIXED_ROWS, NAMES = other_keys().rows, other_keys(fixed=True).rows, algorithm_names()
 DOCUMENT = ROOT / "docs" / "migrate" / "keys.md"
 # named already, and yet to come
 VERL = ("actor", "ref", "rollout", "model")  # that stand below actor_rollout_ref there
@@ -86,7 +95,7 @@ def test_every_key_of_ours_exists() -> None:
 
 def test_every_value_of_ours_is_one() -> None:
     pairs = {tuple(key.split("=")) for ours, _, _ in ROWS for key in ours.split() if "=" in key}
-    names = {value for key, value in pairs if key == "algorithm.name"} | set(ALGORITHM_NAMES.values())
+    names = {value for key, value in pairs if key == "algorithm.name"} | set(NAMES.values())
     assert names - ALGORITHMS.keys() - FIXED_ALGORITHMS.keys() == set()
     for key, value in sorted(pairs):
         if key != "algorithm.name":
@@ -99,7 +108,7 @@ def test_every_value_of_ours_is_one() -> None:
 def test_a_key_stands_in_one_row() -> None:
     every = [key for _, theirs, _ in ROWS for key in theirs.split()]
     assert sorted({key for key in every if every.count(key) > 1}) == []
-    assert len(TABLE) == len(every) > 400
+    assert len(other_keys().table) == len(every) > 400
 
 
 @pytest.mark.parametrize(("ours", "theirs", "note"), ROWS, ids=[row[1].split()[0] for row in ROWS])
@@ -234,12 +243,12 @@ def test_leaves_end_where_a_key_is_known() -> None:
     assert hint(("x", "b", "c")) is None
 
 
-@pytest.mark.parametrize("name", [*ALGORITHM_NAMES, *NOT_HERE])
+@pytest.mark.parametrize("name", [*NAMES, *NOT_HERE])
 def test_another_name_of_an_algorithm_is_told(name: str) -> None:
     found = message("algorithm", {"name": name})
     assert f"x.yaml: algorithm.name = {name!r}: is no algorithm; {algorithm_hint(name)}" in found
-    if name in ALGORITHM_NAMES:
-        assert f"; here it is {ALGORITHM_NAMES[name]}" in found
+    if name in NAMES:
+        assert f"; here it is {NAMES[name]}" in found
 
 
 # ------------------------------------------------------------------------------------------------ fixed data
@@ -267,15 +276,13 @@ def message_on_fixed_data(path: str) -> str:
 
 
 def test_the_keys_of_fixed_data_exist_and_stand_in_one_row() -> None:
-    every = [key for _, theirs, _ in other_fixed_trainers.ROWS for key in theirs.split()]
+    every = [key for _, theirs, _ in FIXED_ROWS for key in theirs.split()]
     assert sorted({key for key in every if every.count(key) > 1}) == []
-    named = {key for ours, _, _ in other_fixed_trainers.ROWS for key in ours.split()}
+    named = {key for ours, _, _ in FIXED_ROWS for key in ours.split()}
     assert named - OURS_FIXED == set()
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "note"), other_fixed_trainers.ROWS, ids=[row[1].split()[0] for row in other_fixed_trainers.ROWS]
-)
+@pytest.mark.parametrize(("ours", "theirs", "note"), FIXED_ROWS, ids=[row[1].split()[0] for row in FIXED_ROWS])
 def test_every_key_of_fixed_data_names_ours(ours: str, theirs: str, note: str) -> None:
     for key in theirs.split():
         path = key if key.partition(".")[0] not in OURS_FIXED else f"theirs.{key}"
@@ -286,13 +293,13 @@ def test_every_key_of_fixed_data_names_ours(ours: str, theirs: str, note: str) -
 
 def test_no_key_of_generation_is_told_on_fixed_data() -> None:
     """What every other key says names a key of such a config, or that there is none."""
-    for key in TABLE.keys() - other_fixed_trainers.TABLE.keys():
+    for key in other_keys().table.keys() - other_keys(fixed=True).table.keys():
         found = hint(("theirs", *key.split(".")), fixed=True)
         assert found is not None
         named = re.findall(r"here it is ([\w.=]+(?: and [\w.=]+)*)", found)
         for one in named[0].split(" and ") if named else ():
             assert one.partition("=")[0] in OURS_FIXED, f"{key}: {found}"
-    assert hint(("rollout", "n"), fixed=True) == other_fixed_trainers.NOTHING
+    assert hint(("rollout", "n"), fixed=True) == NOTHING_ON_FIXED_DATA
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ PLANNERS = [
 
 LAUNCHER = "hybridflow.launcher"
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
-TABLES = ["hybridflow.config.other_trainers", "hybridflow.architecture.weights"]  # rows, one after the other
+TABLES = ["hybridflow.architecture.weights"]  # rows, one after the other
 
 MAX_POSITIONAL = 5
 # Calls that may have more arguments without a name, by what is called.

@@ -70,7 +70,7 @@ def test_what_is_handed_on_is_told() -> None:
         ("rollout.engine_arguments={optimization_level: 9}", "rollout.engine_arguments.optimization_level = 9: "),
         (
             "actor.megatron_arguments={overlap_p2p_comm: true, batch_p2p_comm: true}",
-            "actor.megatron_arguments: overlap_p2p_comm and batch_p2p_comm: megatron-core has no schedule with both",
+            "actor.megatron_arguments: overlap_p2p_comm = true cannot go with batch_p2p_comm = true",
         ),
         ("actor.megatron_arguments={fp8: hybrid}", "actor.megatron_arguments.fp8: unknown key; FP8 and"),
         ("actor.megatron_arguments={overlap_p2p_comm: 7}", "actor.megatron_arguments.overlap_p2p_comm = 7: "),

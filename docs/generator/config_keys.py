@@ -11,6 +11,7 @@ INTRODUCTION = """\
 A config is a YAML file. Each key below has its type, its default and its meaning. `hybridflow config keys` prints the
 same list, and `hybridflow config keys reward.models` a part of it. A key of a list has a number:
 `reward.models.0.weight` is a key of the first reward model. [`base`](#base) is the one key that the list leaves out.
+Some [keys do not go together](refused-pairs.md).
 
 """
 BASE = """

@@ -20,7 +20,15 @@ from pathlib import Path
 from hybridflow import __version__
 from hybridflow.cli.command import argument_parser
 from hybridflow.inspection import imports
-from hybridflow.parallel.versions import SOURCE, installed_set, source_commit
+from hybridflow.parallel.versions import (
+    PAIRS,
+    SOURCE,
+    distribution_version,
+    installed_set,
+    release,
+    set_words,
+    source_commit,
+)
 
 EXTRA_PACKAGES = (
     "vllm",
@@ -36,8 +44,8 @@ EXTRA_PACKAGES = (
     "triton",
 )
 IMPORT_SECONDS = 300  # a cold disk
+CUBLAS = "nvidia-cublas"  # launch/overrides_cuda.txt has the least release, and says why
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-CUBLAS = "13.2.0.9"  # of launch/overrides_cuda.txt, which says why
 PREFIXES = (
     "CUDA_ GLOO_ HF_ HYBRIDFLOW_ KMP_ LD_ MASTER_ MKL_ NCCL_ NVIDIA_ NVTE_ OMP_ PYTHON PYTORCH_ SLURM_JOB_ "
     "TOKENIZERS_ TORCH TRITON_ VLLM_"
@@ -87,19 +95,16 @@ def _companions(packages: Mapping[str, str]) -> list[str]:
 
 
 def _cublas(packages: Mapping[str, str]) -> list[str]:
-    engine, cublas = (packages.get(name) for name in ("transformer-engine", "nvidia-cublas"))
-    if engine is None or cublas is None or _numbers(cublas) >= _numbers(CUBLAS) or _numbers(engine) < (2, 13):
+    pair = next(pair for pair in PAIRS if pair.partner == CUBLAS)
+    engine, cublas, least = packages.get(pair.package), packages.get(CUBLAS), pair.accepts[0]
+    if engine is None or cublas is None or release(cublas) >= least or release(engine) < pair.releases[0]:
         return []
     return [
         "",
-        f"nvidia-cublas {cublas}: torch asks for this release. transformer-engine {engine} does not load with it.",
+        f"{CUBLAS} {cublas}: torch asks for this release. {pair.package} {engine} does not load with it.",
         "Put a later one over it:",
-        f"    pip install --no-deps nvidia-cublas=={CUBLAS}",
+        f"    pip install --no-deps {CUBLAS}=={'.'.join(map(str, least))}",
     ]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())
 
 
 def _machine() -> Iterator[str]:
@@ -108,8 +113,7 @@ def _machine() -> Iterator[str]:
     from_git = f" at commit {commit}" if commit else ""
     yield f"hybridflow {__version__}{from_git}, from {root}"
     yield f"Python {platform.python_version()}, {platform.platform()}, {sys.executable}"
-    name, _ = installed_set()
-    yield f"releases: the set for {name}" if name else "releases: no set that is known to go together"
+    yield f"releases: {set_words(installed_set()[0])}"
     yield f"memory {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
@@ -133,13 +137,8 @@ def _packages() -> dict[str, str]:
     """Version by name, of what hybridflow asks for and is installed."""
     asked = [text.partition(";")[0] for text in _asked_for() if "extra ==" not in text]
     names = ["".join(c if c.isalnum() or c in "-_." else " " for c in text).split()[0] for text in asked]
-    found = {}
-    for name in (*names, *EXTRA_PACKAGES, *COMPANIONS):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: distribution_version(name) for name in (*names, *EXTRA_PACKAGES, *COMPANIONS)}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def _asked_for() -> list[str]:

@@ -16,18 +16,63 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.config.algorithm_parts import (
-    GRPOKL,
-    CustomKL,
-    DistillPolicyLoss,
-    DrGRPOPolicyLoss,
-    GRPOPolicyLoss,
-    NoKL,
-    OffGroupKL,
-    PolicyGradient,
-)
-from hybridflow.config.losses import KL, PolicyLoss, UnitInterval, Update
+from hybridflow.config.losses import KL, LossMeanName, PolicyKind, PolicyLoss, UnitInterval, Update
 from hybridflow.config.section import Section
+
+# ------------------------------------------------------------------------------------------------ the shared parts
+
+
+class GRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "sequence_token_mean"
+    """How token losses become one number. constant divides by sampling.max_response_length tokens a sequence."""
+
+
+class GRPOKL(KL):
+    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
+
+    use: Literal["loss", "none"] = "loss"
+    """Whether the KL to the reference is in the actor's loss."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """The estimator of the KL. k3+ has the value of k3 and the gradient of k2."""
+    coef: NonNegativeFloat = 0.04
+    """The coefficient of the KL. 0: the KL is only measured."""
+
+
+class OffGroupKL(GRPOKL):
+    use: Literal["loss", "none"] = "none"
+    """Whether the KL to the reference is in the actor's loss."""
+
+
+class DrGRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "constant"
+    """How token losses become one number. constant divides by sampling.max_response_length tokens a sequence."""
+
+
+class PolicyGradient(PolicyLoss):
+    """The gradient of the expected score, term by term: a sum over the tokens of a response, a mean over responses."""
+
+    kind: PolicyKind = "reinforce"
+    """The form of the loss: what happens to the probability ratio of a token or a response."""
+    loss_mean: LossMeanName = "sequence_sum_mean"
+    """How token losses become one number. constant divides by sampling.max_response_length tokens a sequence."""
+
+
+class DistillPolicyLoss(PolicyLoss):
+    kind: PolicyKind = "reinforce"
+    """The form of the loss: what happens to the probability ratio of a token or a response."""
+
+
+class NoKL(KL):
+    """There is no penalty beside the advantage, which is a KL itself."""
+
+    use: Literal["none"] = "none"
+    """Always none: the advantage is a KL itself."""
+
+
+class CustomKL(KL):
+    use: Literal["reward", "loss", "none"] = "none"
+    """Where the KL to the reference enters: the reward of each token, the actor's loss, or nowhere."""
+
 
 # ------------------------------------------------------------------------------------------------ with a critic
 
@@ -63,15 +108,6 @@ class PPO(Section):
     """Epochs and mini-batches of an iteration."""
     critic_warmup_iterations: NonNegativeInt = 0
     """Iterations at the start in which only the critic is trained. 0: none."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.positive_nll_coef and self.policy.loss_mean != "token_mean":
-            raise ValueError(
-                f"positive_nll_coef = {self.positive_nll_coef} needs policy.loss_mean: token_mean, not "
-                f"{self.policy.loss_mean}"
-            )
-        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
@@ -173,21 +209,6 @@ class OPO(Section):
     update: Update = Update()
     """Epochs and mini-batches of an iteration."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for key, value, neutral in (
-            ("kl.use", self.kl.use, "none"),
-            ("policy.entropy_coef", self.policy.entropy_coef, 0),
-            ("update.epochs", self.update.epochs, 1),
-        ):
-            if value != neutral:
-                raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
-        if self.dynamic_sampling is not None and self.dynamic_sampling.surplus == "keep":
-            raise ValueError(
-                "dynamic_sampling.surplus = keep: opo is exactly on-policy, a surplus is one update old: drop"
-            )
-        return self
-
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"})
 
@@ -263,17 +284,6 @@ class Reinforce(Section):
             return given
         own = {"use": "loss", "estimator": "k2"} if given.get("baseline") == "group" else {}
         return {**given, "kl": {"coef": 0.01, **own, **given.get("kl", {})}}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.baseline == "group" and self.kl.use == "reward":
-            raise ValueError(
-                "kl.use = reward: with baseline: group the KL must be in the loss, because a reward belongs to a "
-                "response"
-            )
-        if self.baseline == "group" and self.gamma != 1.0:
-            raise ValueError(f"gamma = {self.gamma}: with baseline: group there is no discount, and gamma must be 1")
-        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
@@ -353,31 +363,3 @@ ALGORITHMS: Mapping[str, type[Section]] = {
     "distill": Distill,
     "custom": Custom,
 }
-
-
-def compares_responses(algorithm: Algorithm) -> bool:
-    """Whether an advantage is one of a whole response, relative to the other responses to the prompt."""
-    match algorithm:
-        case GRPO() | DrGRPO() | RLOO() | OPO() | MaxRL():
-            return True
-        case Reinforce():
-            return algorithm.baseline == "group"
-        case PPO() | ReMax() | Distill() | Custom():
-            return False
-
-
-def check_parts(algorithm: Algorithm) -> None:
-    """Raise ValueError, with the reason, where parts of an algorithm make no sense together. A custom flow knows."""
-    kl, policy, name = algorithm.kl, algorithm.policy, algorithm.name
-    if isinstance(algorithm, Custom):
-        return
-    if kl.use == "loss" and kl.estimator == "k1":
-        raise ValueError(
-            "algorithm.kl.estimator = k1 in the loss: the expected gradient of k1 is zero. k2 and k3+ have the "
-            "gradient of KL(actor || reference), k3 that of KL(reference || actor)"
-        )
-    if policy.kind == "gspo" and not compares_responses(algorithm):
-        raise ValueError(
-            "algorithm.policy.kind = gspo: the ratio of gspo belongs to a whole response, but the advantages of "
-            f"{name} belong to tokens. gspo needs an algorithm that compares the responses of a prompt"
-        )

@@ -160,11 +160,6 @@ class HeldoutSetConfig(Section):
             check_weightless(self.files, "files")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature = {self.temperature}: is 0 or at least {LEAST_TEMPERATURE}")
-        if self.samples > 1 and not self.temperature:
-            raise ValueError(
-                f"samples = {self.samples}: at temperature = 0 all responses to a prompt are the same. Give a "
-                "temperature, such as 1.0"
-            )
         return self
 
 
@@ -341,20 +336,4 @@ class DataConfig(FilesConfig):
                     f"{key}: {KEY} is in one of train and {key} alone, but one scorer has to fit both: give both "
                     "tasks, or both files"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_environment(self) -> Self:
-        if self.environment is not None and self.chat_template is False:
-            named = self.environment.field.removeprefix("data.")
-            raise ValueError(f"{named}: turns are messages: leave out chat_template: false")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt_key(self) -> Self:
-        if "prompt" in self.columns and self.prompt_key != "prompt":
-            raise ValueError(
-                f"prompt_key = {self.prompt_key} and columns.prompt = {self.columns['prompt']} both name the prompt's "
-                f"column: leave one out"
-            )
         return self

@@ -72,26 +72,11 @@ class EnvironmentConfig(_OfClass):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        named = [name for name in KINDS if getattr(self, name) is not None]
-        if not named:
+        if all(getattr(self, name) is None for name in KINDS):
             raise ValueError(
                 "names nobody who answers the model: give class: package.module:Class, agent: package.module:function, "
                 "or verifiers: NAME with python: PATH"
             )
-        if len(named) > 1:
-            raise ValueError(f"has both {named[0]} and {named[1]}: leave one of them out")
-        fields = type(self).model_fields
-        given = [name for name in OF_AGENTS if getattr(self, name) != fields[name].default]  # a resolved config has all
-        if self.kind == "class" and given:
-            raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: is for an agent, and this is a class")
-        if (self.kind == "verifiers") != (self.python is not None):
-            raise ValueError(
-                f"verifiers = {self.verifiers}: needs python: the Python in whose environment verifiers is installed"
-                if self.python is None
-                else f"python = {self.python}: is for verifiers, and this is {KINDS[self.kind]}"
-            )
-        if self.kind == "verifiers" and self.prompt == "column":
-            raise ValueError("prompt = column: is for an agent of yours: a task of verifiers brings its own messages")
         if self.listen != "127.0.0.1":
             _check_address(self.listen, self.token_file)
         return self
@@ -141,9 +126,8 @@ class EnvironmentConfig(_OfClass):
         return tuple(self.parts.values()) or (1.0,)
 
 
-KINDS = {"class": "a class", "agent": "an agent", "verifiers": "an environment of verifiers"}
+KINDS = ("class", "agent", "verifiers")
 VERIFIERS_AGENT = "hybridflow.environments.verifiers_agent:run"
-OF_AGENTS = ("prompt", "listen", "token_file")
 
 
 def _check_address(address: str, token_file: str | None) -> None:

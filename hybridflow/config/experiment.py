@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt, model_validator
 
-from hybridflow.config.algorithms import OPO, PPO, Custom, Distill, MaxRL, ReMax, check_parts, compares_responses
+from hybridflow.config.algorithms import OPO, PPO, Custom, Distill
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
 from hybridflow.config.gym_rewards import with_scorer
-from hybridflow.config.held_out import check_evaluation
 from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
@@ -58,26 +57,36 @@ class ExperimentConfig(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         data, algorithm = self.data, self.algorithm
-        check_parts(algorithm)
         for check in (
-            self._check_environment,
+            self._check_scores_and_turns,
             self._check_roles,
             self._check_reset,
             lambda: self.sampling.check_buckets(data.max_prompt_length, may_vary=not isinstance(algorithm, Custom)),
             self._check_batch,
             lambda: check_staleness(self),
-            self._check_sampling,
             lambda: self.check_budgets(self.max_sequence_length, self.length_keys),
             self._check_scores,
-            self._check_rounds,
             self._check_best,
         ):
             check()
         profile = self.metrics.profile
         if profile is not None and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
-        check_evaluation(data, self.metrics, functions_judge=self.reward_functions_judge)
+        self._check_evaluation()
         return self
+
+    def _check_evaluation(self) -> None:
+        """Something says what is right in evaluations, and sets have their turn at some of these."""
+        every = self.metrics.eval_interval
+        if every and not (self.metrics.eval_reward or self.data.environment or self.reward_functions_judge):
+            who = "metrics.eval_reward, data.environment, or functions in reward"
+            raise ValueError(f"metrics.eval_interval = {every} needs {who}")
+        for name, each in self.data.heldout_sets.items():
+            key = f"data.heldout.{name}.interval = {each.interval}"
+            if each.interval is not None and not every:
+                raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
+            if each.interval is not None and each.interval % every:
+                raise ValueError(f"{key}: is no multiple of metrics.eval_interval = {every}")
 
     @property
     def reward_functions_judge(self) -> bool:
@@ -113,44 +122,16 @@ class ExperimentConfig(RunConfig):
         """Stale rollouts have importance weights, unless the config says otherwise."""
         return with_correction(given) if isinstance(given, dict) else given
 
-    def _check_environment(self) -> None:
-        """What an environment cannot go with."""
-        environment = self.data.environment
-        named = self.reward is not None and (self.reward.models or self.reward.functions or self.reward.remote)
-        if environment is None:
-            if self.reward is not None and not named:
-                raise ValueError("reward: names neither a model nor a function: give reward.models or reward.functions")
-            return
-        field = environment.field
-        if isinstance(self.algorithm, ReMax | Distill):
-            why = {"remax": "compares with one greedy row a prompt, which may fail", "distill": "takes no rewards"}
-            raise ValueError(f"{field}: algorithm {self.algorithm.name} {why[self.algorithm.name]}: take another one")
-        if environment.several and self.reward is not None and self.reward.models:
-            raise ValueError(
-                f"{field}: data.environment.earlier_turns = branch gives a row several sequences, of which "
-                "reward.models would have to score one: leave either out"
-            )
-        for i, model in enumerate(self.reward.models if self.reward is not None else ()):
-            if model.reencode:
-                raise ValueError(
-                    f"{field} cannot go with reward.models.{i}.reencode = true: the reward model's template would "
-                    "render all turns of a row as one message of the assistant"
-                )
-        if environment.is_agent and environment.begins_rows:
-            self._check_prompts_of_requests(field)
-        longest = environment.max_turn_tokens
+    def _check_scores_and_turns(self) -> None:
+        """Something scores a response, and a turn of the model is long enough."""
+        reward, environment = self.reward, self.data.environment
+        if environment is None and reward is not None and not (reward.models or reward.functions or reward.remote):
+            raise ValueError("reward: names neither a model nor a function: give reward.models or reward.functions")
+        longest = None if environment is None else environment.max_turn_tokens
         if longest is not None and longest < self.sampling.min_response_length:
             raise ValueError(
                 f"data.environment.max_turn_tokens = {longest} is below sampling.min_response_length = "
                 f"{self.sampling.min_response_length}"
-            )
-
-    def _check_prompts_of_requests(self, field: str) -> None:
-        """What needs prompts before an agent's first request."""
-        if self.sampling.by_prompt_length:
-            raise ValueError(
-                f"{field}: sampling.by_prompt_length needs prompts before the agent's first request: set "
-                "data.environment.prompt: column, and give each row its messages under data.prompt_key"
             )
 
     def _check_best(self) -> None:
@@ -177,11 +158,6 @@ class ExperimentConfig(RunConfig):
         interval = self.algorithm.kl.reset_reference_interval
         if interval is None or self.reference is None:
             return
-        if self.actor.lora is not None:
-            raise ValueError(
-                f"algorithm.kl.reset_reference_interval = {interval}: with actor.lora the reference takes the actor's "
-                "adapters, and has no weights of its own. Remove the section reference, or set reference=null"
-            )
         for key in LayoutConfig.model_fields:
             mine, actors = getattr(self.reference, key), getattr(self.actor, key)
             if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:
@@ -193,12 +169,6 @@ class ExperimentConfig(RunConfig):
     def _check_batch(self) -> None:
         batch, kl = self.batch_size, self.algorithm.kl
         self._check_mini_batch()
-        for name, samples in self._by_bucket("samples_per_prompt"):
-            if compares_responses(self.algorithm) and samples == 1:
-                raise ValueError(
-                    f"{name} = 1: algorithm {self.algorithm.name} compares the responses of a prompt with each other "
-                    "and needs at least 2"
-                )
         if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
             raise ValueError(
                 f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy and takes one "
@@ -212,11 +182,6 @@ class ExperimentConfig(RunConfig):
 
     def _check_mini_batch(self) -> None:
         prompts, batch, most = self.data.prompts_per_iteration, self.batch_size, max(self.sampling.samples.values)
-        if self.algorithm.update.whole_prompts and self.sampling.samples.varies:
-            raise ValueError(
-                "algorithm.update.whole_prompts = true: with sampling.by_prompt_length prompts have unlike numbers of "
-                "responses, and mini-batches are cut by responses. Leave one of the two keys out"
-            )
         if self.algorithm.update.whole_prompts and self.mini_batch_size % most:
             raise ValueError(
                 f"algorithm.update.whole_prompts = true: algorithm.update.mini_batch_size = {self.mini_batch_size} is "
@@ -241,42 +206,12 @@ class ExperimentConfig(RunConfig):
                 found.append((f"sampling.by_prompt_length.{i}.{key}", getattr(bucket, key)))
         return found
 
-    def _check_rounds(self) -> None:
-        dynamic = getattr(self.algorithm, "dynamic_sampling", None)
-        if dynamic is not None and self.checkpoint.save_rollout:
-            raise ValueError(
-                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several "
-                "generations, which are not saved. Leave one of the two keys out"
-            )
-
-    def _check_sampling(self) -> None:
-        changed, policy = self.sampling.changed_distribution(), self.algorithm.policy
-        if policy.old_log_probs == "engine" and changed:
-            raise ValueError(
-                f"algorithm.policy.old_log_probs = engine cannot go with {', '.join(changed)}: the engine's log-probs "
-                "then belong to the truncated or penalised distribution. The ratio of the first step would not be 1"
-            )
-        if policy.importance is not None and changed:
-            bound = "kind" if policy.importance.cap is None else "cap"
-            raise ValueError(
-                f"algorithm.policy.importance.{bound} = {getattr(policy.importance, bound)} cannot go with "
-                f"{', '.join(changed)}: the engine's log-probs then belong to the truncated or penalised distribution, "
-                "but the trainer's to the full one. The weights would contain this difference"
-            )
-
     def _check_scores(self) -> None:
         """What shapes scores leaves them as the algorithm takes them."""
         reward = self.reward
         for name, limit in self._by_bucket("max_response_length"):
             if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
                 raise ValueError(f"reward.overlong.buffer = {reward.overlong.buffer} is longer than {name} = {limit}")
-        if isinstance(self.algorithm, MaxRL) and reward is not None:
-            for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0), ("overlong", None)):
-                if getattr(reward, key) != neutral:
-                    raise ValueError(
-                        f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, but {key} "
-                        "makes scores negative. Leave the key out"
-                    )
 
     @property
     def batch_size(self) -> int:

@@ -4,9 +4,9 @@ Each class describes the algorithm, a row, and the departures from the paper. `h
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from hybridflow.config.losses import KL, Update
 from hybridflow.config.section import Section
@@ -69,12 +69,6 @@ class DPO(OneStep):
     """The strength of the pull to the reference. For ipo this is the paper's tau."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """The share of pairs that are assumed to be the wrong way round. 0 turns it off."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError(f"label_smoothing = {self.label_smoothing} is for loss: sigmoid, the loss is ipo")
-        return self
 
     @property
     def kind(self) -> Kind:

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from hybridflow.config import RoleConfig, RolloutConfig, RunConfig, TrainedRoleConfig
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import FilesConfig
-from hybridflow.config.fixed_algorithms import KTO, FixedAlgorithm
+from hybridflow.config.fixed_algorithms import FixedAlgorithm
 from hybridflow.config.ranks import check_placement
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout
@@ -77,46 +77,22 @@ class FixedDataConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.num_iterations is None) == (self.num_epochs is None):
-            both = f"num_iterations = {self.num_iterations}, num_epochs = {self.num_epochs}"
-            raise ValueError(f"{both}: give one of the two")
         profile = self.metrics.profile
         if profile and self.num_iterations and (wrong := profile.why_not_within(self.num_iterations)):
             raise ValueError(wrong)
-        self._check_roles()
-        self.check_budgets(self.max_sequence_length, self.length_keys)
-        self._check_metrics()
-        if isinstance(self.algorithm, KTO) and self.data.batch_size == 1:
-            raise ValueError("data.batch_size = 1: kto compares each prompt with the completion of another row")
-        return self
-
-    def _check_roles(self) -> None:
         self.check_sections(self.algorithm.needs(), dict.fromkeys(ROLES, f"algorithm {self.algorithm.name}"))
-        for key in ("offload_optimizer", "offload_gradients"):
-            if getattr(self.trained, key):
-                raise ValueError(
-                    f"{self.trained_name}.{key} = true: a run on fixed data has no engine, and offloading would have "
-                    "no effect"
-                )
+        self.check_budgets(self.max_sequence_length, self.length_keys)
+        if self.checkpoint.keep_best:
+            areas = AREAS - {"reward", "rollout", "reshard", "sampling", "critic", "reward_model", "actor"}
+            areas |= {self.trained_name}
+            kind, every = f"a run of {self.algorithm.name}", self.metrics.eval_interval
+            check_best_metric(self.checkpoint.best_metric, areas, eval_interval=every, kind=kind)
+        return self
 
     @property
     def reference_is_base(self) -> bool:
         adapted = self.actor is not None and self.actor.lora is not None
         return self.reference is None and "reference" in self.algorithm.needs() and adapted
-
-    def _check_metrics(self) -> None:
-        metrics, checkpoint = self.metrics, self.checkpoint
-        if metrics.eval_reward is not None:
-            raise ValueError(
-                f"metrics.eval_reward = {metrics.eval_reward.function}: there are no responses to judge: remove it"
-            )
-        if metrics.eval_interval and not self.data.heldout:
-            raise ValueError(f"metrics.eval_interval = {metrics.eval_interval} needs data.heldout")
-        if checkpoint.keep_best:
-            areas = AREAS - {"reward", "rollout", "reshard", "sampling", "critic", "reward_model", "actor"}
-            areas |= {self.trained_name}
-            kind = f"a run of {self.algorithm.name}"
-            check_best_metric(checkpoint.best_metric, areas, eval_interval=metrics.eval_interval, kind=kind)
 
     @property
     def batch_size(self) -> int:

@@ -3,7 +3,8 @@
     hybridflow config schema > hybridflow/config/schema.json
 
 What it says beyond the sections: `base` and what then may be missing, `auto` where `config.auto` takes it, keys by
-their old names, and sections of generation that are null in a config on fixed data. Rules between keys are not in it.
+their old names, sections of generation that are null in a config on fixed data, and pairs of keys that are refused. Of
+other rules between keys it has none.
 """
 
 import inspect
@@ -18,7 +19,8 @@ from hybridflow.config.files import BASE
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import OF_GENERATION, FixedDataConfig
 from hybridflow.config.losses import PolicyLoss
-from hybridflow.config.old_keys import ENV_VARS, MOVED, OLD_ENV_VARS, moved_to
+from hybridflow.config.old_keys import ENV_VARS, MOVED, OLD_ENV_VARS
+from hybridflow.config.refused_pairs import KeyCondition, pairs_of, refused_pairs
 from hybridflow.config.section import Section
 
 Schema = dict[str, Any]
@@ -38,12 +40,21 @@ ABOUT_BASE = (
 )
 ABOUT_ALGORITHM = "How the models are trained. The name chooses the keys of this section."
 OF_NO_GENERATION = "null: an algorithm on fixed data generates nothing."
+PAIRS = "Pairs"  # behind the name of a section: its pairs of keys that do not go together
 NAMELESS = "PPOWithoutName"  # a section `algorithm` without a name is ppo's, with the old keys
 
 
 def schema_text() -> str:
-    """The schema as it is committed: one key a line."""
-    return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
+    """The schema as it is committed: one key a line, or one pair of keys."""
+    schema, rows = config_schema(), dict[str, str]()
+    for name, part in schema["$defs"].items():
+        if name.endswith(PAIRS):
+            rows[json.dumps(f"rows of {name}")] = ",\n   ".join(map(json.dumps, part["allOf"]))
+            part["allOf"] = [f"rows of {name}"]
+    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    for place, lines in rows.items():
+        text = text.replace(place, lines)
+    return text
 
 
 def config_schema() -> Schema:
@@ -56,6 +67,7 @@ def config_schema() -> Schema:
     needed["ExperimentConfig"]["properties"]["algorithm"] = _algorithm_without_base(parts)
     for name, part in parts.items():
         _tidy(name, part)
+    _refuse_pairs(parts)
     _add_old_keys(parts)
     for name, algorithms in ALGORITHMS_OF.items():
         _add_algorithms(parts[name]["properties"], algorithms)
@@ -151,16 +163,54 @@ def _add_algorithms(properties: Schema, algorithms: Mapping[str, type[Section]])
     }
 
 
+def _refuse_pairs(parts: Schema) -> None:
+    """Where a file names both keys: nothing is known here of defaults, nor of a base's keys."""
+    of_sections = {kind.__name__: pairs_of(kind) for kind in _kinds_of(Section) if kind.__name__ in parts}
+    for name, pairs in of_sections.items():
+        if pairs:
+            parts[name]["allOf"] = [_ref(f"{each}{PAIRS}") for each in dict.fromkeys(pair.section for pair in pairs)]
+    for pair in refused_pairs():
+        sides = [_any_of(side) for side in (*pair.sides, *((each,) for each in pair.where))]
+        # errorMessage: of VS Code and of its extension for YAML
+        refused = {"not": {"allOf": sides}, "errorMessage": pair.reason}
+        parts.setdefault(f"{pair.section}{PAIRS}", {"allOf": []})["allOf"].append(refused)
+
+
+def _any_of(side: tuple[KeyCondition, ...]) -> Schema:
+    return {"anyOf": list(map(_of_condition, side))} if len(side) > 1 else _of_condition(side[0])
+
+
+def _of_condition(condition: KeyCondition) -> Schema:
+    """That the key is there, with a value that meets the condition."""
+    values = list(condition.values)
+    nothing: list[Any] = [None, False, 0, "", []]
+    match condition.sign:
+        case "no":
+            found: Schema = {"enum": nothing}
+        case "=":
+            found = {"enum": values}
+        case "!=":
+            found = {"not": {"enum": [*values, AUTO]}}
+        case ">":
+            found = {"type": "number", "exclusiveMinimum": values[0]}
+        case _:
+            found = {"not": {"enum": [*nothing, AUTO]}}
+    for name in reversed(condition.key.split(".")):
+        inside: Schema = {"type": "object", "properties": {name: found}, "required": [name]}
+        found = {"type": "array", "contains": found} if name == "0" else inside
+    return found
+
+
 def _add_old_keys(parts: Schema) -> None:
     """Keys by their former names, where they are still read."""
     for name in ALGORITHMS_OF:
         properties = parts[name]["properties"]
         properties[OLD_ENV_VARS] = _former(properties[ENV_VARS], ENV_VARS)
-    policies = [name for name in _names_of(PolicyLoss) if name in parts]
+    policies = [each.__name__ for each in _kinds_of(PolicyLoss) if each.__name__ in parts]
     cap = _former(parts["Importance"]["properties"]["cap"], "importance.cap")
     for name in policies:
         parts[name]["properties"]["importance_cap"] = cap
-    moved = {key: _former(_key_schema(parts, moved_to(key)), moved_to(key)) for key in MOVED}
+    moved = {key: _former(_key_schema(parts, place), place) for key, place in MOVED.items()}
     parts[NAMELESS] = parts["PPO"] | {"properties": parts["PPO"]["properties"] | moved}
 
 
@@ -177,8 +227,8 @@ def _key_schema(parts: Schema, key: str) -> Schema:
     return found
 
 
-def _names_of(section: type[Section]) -> list[str]:
-    return [section.__name__, *(name for each in section.__subclasses__() for name in _names_of(each))]
+def _kinds_of(section: type[Section]) -> list[type[Section]]:
+    return [section, *(kind for each in section.__subclasses__() for kind in _kinds_of(each))]
 
 
 def _tidy(name: str, part: Schema) -> None:

@@ -38,13 +38,4 @@ class LoraConfig(Section):
     def _check(self) -> Self:
         if self.target_modules == ():
             raise ValueError("target_modules = []: names no linear layer: give names, all-linear, or leave the key out")
-        if self.adapter_path is not None:
-            for key in ("target_modules", "exclude_modules"):
-                given = getattr(self, key)
-                if given:
-                    shown = given if isinstance(given, str) else list(given)
-                    raise ValueError(
-                        f"{key} = {shown}: the adapters of adapter_path = {self.adapter_path} say where they belong. "
-                        "Leave the key out"
-                    )
         return self

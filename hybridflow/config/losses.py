@@ -34,19 +34,6 @@ class KL(Section):
     reset_reference_interval: PositiveInt | None = None
     """Iterations after which the reference becomes a copy of the actor. null: never."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.use == "none" and self.controller == "adaptive":
-            raise ValueError("controller: adaptive has no KL to control with use: none")
-        if self.use == "none" and self.reset_reference_interval is not None:
-            interval = self.reset_reference_interval
-            raise ValueError(f"reset_reference_interval = {interval} has no reference to reset with use: none")
-        if self.use == "reward" and self.estimator == "k3+":
-            raise ValueError(
-                "estimator = k3+ differs from k3 in its gradient, and no gradient flows in a reward: use k3"
-            )
-        return self
-
     @property
     def resets(self) -> bool:
         """Whether the reference becomes the actor now and then."""
@@ -86,13 +73,6 @@ class Importance(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        band = self.kind in BAND_KINDS
-        for key in ("cap",) if band else ("low", "high"):
-            if getattr(self, key) is not None:
-                needed = "low and high" if band else "cap"
-                raise ValueError(f"{key} = {getattr(self, key)} is not a key of kind: {self.kind}, which has {needed}")
-        if band and (self.low is None or self.high is None):
-            raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01. No paper gives defaults")
         if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:
             raise ValueError(
                 f"low = {self.low}, high = {self.high}: low must be at most 1 and high at least 1, where engine and "
@@ -119,7 +99,6 @@ def with_importance(policy: Mapping[str, Any]) -> dict[str, Any]:
 LossMeanName = Literal["token_mean", "sequence_token_mean", "sequence_sum_mean", "constant", "prompt_mean"]
 PolicyKind = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
 CLIP_RANGES: Mapping[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-ONLY_FOR = {"dual_clip": "dual_clip", "tau_positive": "sapo", "tau_negative": "sapo"}
 
 
 class PolicyLoss(Section):
@@ -165,27 +144,6 @@ class PolicyLoss(Section):
         ranges = dict(zip(("clip_range", "clip_range_high"), low_high, strict=True)) if low_high else {}
         return ranges | with_importance(given)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for key, kind in ONLY_FOR.items():
-            if getattr(self, key) is not None and self.kind != kind:
-                raise ValueError(f"{key} = {getattr(self, key)} is a key of kind: {kind}, but the kind is {self.kind}")
-        for key in ("clip_range", "clip_range_high"):
-            neutral = PolicyLoss.model_fields[key].default
-            if self.kind in ("sapo", "reinforce") and getattr(self, key) != neutral:
-                raise ValueError(f"{key} = {getattr(self, key)}: kind: {self.kind} clips nothing")
-        if self.kind == "gspo" and self.loss_mean != "sequence_token_mean":
-            raise ValueError(
-                f"kind: gspo needs loss_mean: sequence_token_mean, not {self.loss_mean}. Every token has the loss of "
-                "its response, and another mean would weigh a response by its length"
-            )
-        if self.old_log_probs == "engine" and self.importance is not None:
-            raise ValueError(
-                "old_log_probs: engine has the difference between engine and trainer in the ratio, and importance "
-                "would count the difference twice. Leave one of the two keys out"
-            )
-        return self
-
 
 class Update(Section):
     """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
@@ -195,4 +153,5 @@ class Update(Section):
     mini_batch_size: PositiveInt | None = None
     """Sequences of one optimizer step, over all ranks. null: the whole batch."""
     whole_prompts: bool = False
-    """Whether a mini-batch has all responses to each prompt. A shared prompt is then computed once."""
+    """Whether a mini-batch has all responses to each prompt. A shared prompt is then computed once. Not
+    where prompts have unlike numbers of responses, by sampling.by_prompt_length."""

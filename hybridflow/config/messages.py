@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
-from hybridflow.config.old_keys import MOVED, moved_to
+from hybridflow.config.old_keys import MOVED
 from hybridflow.config.other_trainers import NOT_QUANTISED, algorithm_hint, hint, is_quantisation, leaves
 from hybridflow.config.sampling import REPLACED, PromptLengthConfig, SamplingConfig
 
@@ -95,7 +95,7 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
     key, known = str(location[-1]), list(model.model_fields)
     if model is PromptLengthConfig and key in SamplingConfig.model_fields:
         return f"it is one for all prompts; what may go by their length is {', '.join(REPLACED)}", True
-    moved = {old: moved_to(old) for old in MOVED} if location[0] == "algorithm" and len(location) == 3 else {}
+    moved = MOVED if location[0] == "algorithm" and len(location) == 3 else {}
     if key in moved:
         return f"it is now algorithm.{moved[key]}", True
     close = difflib.get_close_matches(key, [*known, *moved], n=1, cutoff=0.5)

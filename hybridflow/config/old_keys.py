@@ -9,34 +9,28 @@ from hybridflow.errors import ConfigError
 
 ENV_VARS, OLD_ENV_VARS = "env_vars", "environment"
 
-# where the keys of configs without a name went: before there were names, there was PPO with these
+# where the keys of configs without a name went, below algorithm: before there were names, there was PPO with these
 MOVED = {
-    "clip_range": "policy",
-    "clip_range_high": "policy",
-    "dual_clip": "policy",
-    "entropy_coef": "policy",
-    "importance_cap": "policy",
-    "ppo_epochs": "update",
-    "mini_batch_size": "update",
+    "clip_range": "policy.clip_range",
+    "clip_range_high": "policy.clip_range_high",
+    "dual_clip": "policy.dual_clip",
+    "entropy_coef": "policy.entropy_coef",
+    "importance_cap": "policy.importance.cap",
+    "ppo_epochs": "update.epochs",
+    "mini_batch_size": "update.mini_batch_size",
 }
-
-
-def moved_to(key: str) -> str:
-    return {"ppo_epochs": "update.epochs", "importance_cap": "policy.importance.cap"}.get(key, f"{MOVED[key]}.{key}")
 
 
 def _moved(key: str, value: Any) -> dict[str, Any]:
     """What an old key is in the section that it went to; nothing where it turned off what is off unless it is given."""
-    if key in ("dual_clip", "importance_cap") and value is None:
-        return {}
-    match key:
-        case "dual_clip":
+    match key, value:
+        case (("dual_clip" | "importance_cap"), None):
+            return {}
+        case "dual_clip", _:
             return {"dual_clip": value, "kind": "dual_clip"}
-        case "importance_cap":
+        case "importance_cap", _:
             return {"importance": {"kind": "token", "cap": value}}
-        case "ppo_epochs":
-            return {"epochs": value}
-    return {key: value}
+    return {MOVED[key].rpartition(".")[2]: value}
 
 
 def _named(given: Any) -> Any:
@@ -44,12 +38,13 @@ def _named(given: Any) -> Any:
     if not isinstance(given, dict) or "name" in given:
         return given
     tree = {key: value for key, value in given.items() if key not in MOVED}
-    for key, section in MOVED.items():
+    for key, place in MOVED.items():
         if key not in given:
             continue
+        section = place.partition(".")[0]
         new, part = _moved(key, given[key]), tree.get(section) or {}
         if not isinstance(part, dict) or (new.keys() - {"kind"}) & part.keys():
-            raise ValueError(f"{key} is now {moved_to(key)}, which is given too: leave one out")
+            raise ValueError(f"{key} is now {place}, which is given too: leave one out")
         tree[section] = part | new
     return {"name": "ppo", **tree}
 

@@ -107,8 +107,6 @@ class RemoteRewardConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kind == "openai" and self.model is None:
-            raise ValueError("kind: openai needs model, the model's name at the server")
         if self.lowest >= self.highest:
             raise ValueError(f"lowest = {self.lowest} is not below highest = {self.highest}")
         return self
@@ -159,11 +157,3 @@ class ScoringConfig(Section):
     """Subtracted from the score of a response that reached the limit of length. 0 turns it off."""
     overlong: OverlongConfig | None = None
     """A penalty for responses close to the limit of length. null: none."""
-
-    @model_validator(mode="after")
-    def _check_errors(self) -> Self:
-        if self.on_error == "score" and self.error_score is None:
-            raise ValueError("on_error: score needs error_score, what a row without a score counts as")
-        if self.on_error != "score" and self.error_score is not None:
-            raise ValueError(f"error_score = {self.error_score} is for on_error: score; it is {self.on_error}")
-        return self

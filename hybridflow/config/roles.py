@@ -91,16 +91,18 @@ class LayoutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            raise ValueError("sequence_parallel needs tensor_parallel_size > 1, it is 1")
-        for key, neutral in (
-            ("virtual_pipeline_parallel_size", 1),
-            ("num_layers_in_first_pipeline_stage", None),
-            ("num_layers_in_last_pipeline_stage", None),
-        ):
-            if self.pipeline_parallel_size == 1 and getattr(self, key) != neutral:
-                raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
-        self._check_experts()
+        """Experts fill the tensor-parallel ranks of one replica, or of several."""
+        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
+        if etp * ep % tp:
+            raise ValueError(
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
+                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}"
+            )
+        if etp * ep > tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} exceeds tensor_parallel_size = "
+                f"{tp}: replicas then share experts, which needs sequence_parallel: true"
+            )
         return self
 
     @property
@@ -113,20 +115,6 @@ class LayoutConfig(Section):
     def dense_per_expert_copy(self) -> int:
         """Copies of the dense weights that share one copy of the experts, as `Layout.dense_per_expert_copy`."""
         return self.expert_tp * self.expert_parallel_size // self.tensor_parallel_size
-
-    def _check_experts(self) -> None:
-        """They fill the tensor-parallel ranks of one replica, or of several."""
-        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
-        if etp * ep % tp:
-            raise ValueError(
-                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
-                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}"
-            )
-        if etp * ep > tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} exceeds tensor_parallel_size = "
-                f"{tp}: replicas then share experts, which needs sequence_parallel: true"
-            )
 
     def layout(self, name: str, world_size: int) -> Layout:
         """The role's layout among `world_size` ranks. Errors: ConfigError unless the layout fills the role's ranks."""
@@ -196,8 +184,6 @@ class RoleConfig(LayoutConfig):
                 raise ValueError(
                     f"token_dispatcher = deepep needs whole experts, expert_tensor_parallel_size is {self.expert_tp}"
                 )
-            if self.dtype != "bfloat16":
-                raise ValueError(f"token_dispatcher = deepep needs dtype = bfloat16, it is {self.dtype}")
         return self
 
 

@@ -119,12 +119,6 @@ class StopConfig(Section):
     at_least: float | None = None
     """The run ends when the metric is this or higher. Give at_most or at_least, not both."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.at_most is None) == (self.at_least is None):
-            raise ValueError(f"at_most = {self.at_most}, at_least = {self.at_least}: give one of the two")
-        return self
-
     def holds(self, value: float) -> bool:
         """Whether a value of the metric is the end; never of one that is not a number."""
         if self.at_most is not None:

@@ -1,20 +1,28 @@
 """What all sections of a config have in common."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
+
+from hybridflow.config.refused_pairs import refusal
 
 MOST_BYTES = 255  # of one name in a path: NAME_MAX of Linux
 
 
 class Section(BaseModel):
-    """What every section of a config is: frozen, without unknown keys, infinities and NaN."""
+    """What every section of a config is: frozen, without unknown keys, infinities, NaN and pairs that are refused."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if (wrong := refusal(self)) is not None:
+            raise ValueError(wrong)
+        return self
 
 
 def _expanded(path: str) -> str:

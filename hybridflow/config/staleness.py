@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hybridflow.config.algorithms import OPO, Algorithm, Distill, ReMax
-from hybridflow.config.data import DataConfig
-from hybridflow.config.roles import PartialRollouts, RoleConfig, RolloutConfig
-from hybridflow.config.run import CheckpointConfig
-from hybridflow.config.sampling import SamplingConfig
+from hybridflow.config.algorithms import Algorithm
+from hybridflow.config.roles import RoleConfig, RolloutConfig
 from hybridflow.parallel.ranks import shown
 
 
@@ -15,25 +12,14 @@ class StaleConfig(Protocol):
     """What stale rollouts ask of a config."""
 
     @property
-    def data(self) -> DataConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
     def rollout(self) -> RolloutConfig: ...
     @property
     def algorithm(self) -> Algorithm: ...
-    @property
-    def checkpoint(self) -> CheckpointConfig: ...
     def roles(self) -> Mapping[str, RoleConfig]: ...
 
 
 # Truncated importance weights, with the cap that `importance` has by default.
 CORRECTION = {"kind": "token", "cap": 2.0}
-ON_POLICY = {
-    ReMax: "needs a sampled and a greedy response of the same weights",
-    OPO: "is exactly on-policy",
-    Distill: "learns from the actor's present responses alone",
-}
 
 
 def with_correction(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,39 +37,14 @@ def with_correction(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_staleness(config: StaleConfig) -> None:
     """Errors: ValueError with what a config of stale rollouts cannot have."""
-    rollout, algorithm = config.rollout, config.algorithm
-    if not rollout.max_staleness:
-        if rollout.partial is not None:
-            raise ValueError(
-                "rollout.partial needs rollout.max_staleness of 1 or more: what goes on in the next iteration has "
-                "tokens that are one update old"
-            )
-        return
-    key = f"rollout.max_staleness = {rollout.max_staleness}"
-    if rollout.partial is None:
-        if rollout.max_staleness > 1:
-            raise ValueError(f"{key}: more than 1 needs rollout.partial")
-        _check_ranks(config, key)
-    else:
-        _check_partial(config, rollout.partial)
-    for kind, why in ON_POLICY.items():
-        if isinstance(algorithm, kind):
-            raise ValueError(f"{key}: algorithm {algorithm.name} {why}, and a stale rollout has older ones")
-    if config.checkpoint.save_rollout:
+    rollout, partial = config.rollout, config.rollout.partial
+    if rollout.max_staleness and partial is None:
+        _check_ranks(config, f"rollout.max_staleness = {rollout.max_staleness}")
+    if partial is not None and partial.oversample - 1 > rollout.max_staleness:
         raise ValueError(
-            f"{key}: checkpoint.save_rollout = true saves nothing more: a checkpoint has the next rollout already. "
-            "Leave save_rollout out"
-        )
-    if rollout.score_while_waiting and rollout.partial is None:
-        raise ValueError(
-            f"{key}: rollout.score_while_waiting = true has no waiting engine to score on: engines generate while "
-            "models train. Leave score_while_waiting out"
-        )
-    changed = config.sampling.changed_distribution()
-    if changed and algorithm.policy.importance is not None:
-        raise ValueError(
-            f"{key} needs importance weights, which cannot go with {', '.join(changed)}: the engine's log-probs then "
-            "belong to the truncated or penalised distribution. algorithm.policy.importance: null trains without"
+            f"rollout.partial.oversample = {partial.oversample:g}: more responses go on than later iterations train on "
+            "before the responses are older than "
+            f"rollout.max_staleness = {rollout.max_staleness}: oversample is 1 + max_staleness at most"
         )
 
 
@@ -121,46 +82,18 @@ def _correction_note(config: StaleConfig) -> str:
     return f"{key}: tokens of older weights have no importance weights (algorithm.policy.importance: null)"
 
 
-def _check_partial(config: StaleConfig, partial: PartialRollouts) -> None:
-    """What rows that go on in the next iteration cannot go with."""
-    key = f"rollout.partial.oversample = {partial.oversample:g}"
-    if partial.oversample - 1 > config.rollout.max_staleness:
-        raise ValueError(
-            f"{key}: more responses go on than later iterations train on before the responses are older than "
-            f"rollout.max_staleness = {config.rollout.max_staleness}: oversample is 1 + max_staleness at most"
-        )
-    if config.rollout.score_while_waiting:
-        raise ValueError("rollout.partial: rollout.score_while_waiting = true needs to know which rows come")
-    neutral = {
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop": (),
-        "bad_words": (),
-    }
-    for name, value in neutral.items():
-        if getattr(config.sampling, name) != value:
-            raise ValueError(
-                f"rollout.partial: sampling.{name} = {getattr(config.sampling, name)} looks at a whole response, which "
-                "is generated in several parts. Leave one of the two keys out"
-            )
-
-
 def _check_ranks(config: StaleConfig, key: str) -> None:
     """The engine has ranks of its own: others train while it generates."""
-    engine = config.rollout.ranks
-    if engine is None:
-        raise ValueError(f"{key}: the engine generates while models train. Give the engine ranks: rollout.ranks")
+    engine = config.rollout.ranks or ()
     if 0 in engine:
         raise ValueError(
             f"{key}: rollout.ranks = {shown(engine)} has rank 0, which trains and writes the run's directory"
         )
     for name, role in config.roles().items():
-        if role.ranks is None:
-            raise ValueError(f"{key}: {name} lies on all ranks. Give {name}.ranks: those that are not the engine's")
-        shared = sorted(set(role.ranks) & set(engine))
+        own = role.ranks or ()
+        shared = sorted(set(own) & set(engine))
         if shared:
             raise ValueError(
-                f"{key}: {name}.ranks = {shown(role.ranks)} and rollout.ranks = {shown(engine)} share {shown(shared)}, "
+                f"{key}: {name}.ranks = {shown(own)} and rollout.ranks = {shown(engine)} share {shown(shared)}, "
                 "but the engine generates while models train"
             )

@@ -4,9 +4,9 @@ They change speed or memory, and not what is computed. Whatever else decides the
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from hybridflow.config.section import Section
 
@@ -97,12 +97,6 @@ class MegatronArguments(VendorArguments):
     """Whether the interleaved schedule computes while activations travel."""
     persist_layer_norm: bool | None = None
     """Whether megatron's own norms take their persistent kernel."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.overlap_p2p_comm and self.batch_p2p_comm:  # megatron's interleaved schedule raises
-            raise ValueError("overlap_p2p_comm and batch_p2p_comm: megatron-core has no schedule with both")
-        return self
 
 
 def vendor_lines(named: Mapping[str, VendorArguments]) -> list[str]:

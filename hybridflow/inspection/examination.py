@@ -15,10 +15,8 @@ from hybridflow.config.kinds import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.groups import group_finding, memory_finding, rounds_of
-from hybridflow.inspection.hosts import hosts_of, missing_findings
 from hybridflow.inspection.machine import DeviceFacts, device_findings
 from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
-from hybridflow.inspection.rounds import MOST_FOR_ALL_PAIRS, Pair, between_hosts, ring
 from hybridflow.inspection.verdicts import (
     Ends,
     LinkFigures,
@@ -34,10 +32,12 @@ from hybridflow.parallel.ranks import counted, shown
 from hybridflow.parallel.torchrun import Started
 from hybridflow.placement.placed import place
 
+Pair = tuple[int, int]  # of places in a list, the smaller first
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
 ROUND_SECONDS = MEASURE_SECONDS + 5
 ALL_LINKS_SECONDS = 150.0  # what is not measured by then is not measured
+MOST_FOR_ALL_PAIRS = 16  # hosts; with more of them only neighbours on a ring are measured
 MOST_CONFIRMED = 8  # slow links that are measured again, alone
 INSIDE, BETWEEN = "links inside a host", "links between hosts"
 CAUSES = {  # of a slow link
@@ -289,3 +289,85 @@ def _error(answers: Mapping[int, Answer], ranks: Iterable[int]) -> str | None:
         if "error" in answers[rank]:
             return str(answers[rank]["error"])
     return None
+
+
+# ------------------------------------------------------------------------------------------------ hosts
+
+
+def hosts_of(places: Mapping[int, tuple[str, int]]) -> tuple[Host, ...]:
+    """places: rank -> (host name, node). Where two nodes bear one name, "#NODE" tells them apart. Pure."""
+    ranks: dict[int, list[int]] = {}
+    for rank in sorted(places):
+        ranks.setdefault(places[rank][1], []).append(rank)
+    names = {node: places[ranks[node][0]][0] for node in ranks}
+    shared = [name for name in names.values() if list(names.values()).count(name) > 1]
+    return tuple(
+        Host(f"{names[node]}#{node}" if names[node] in shared else names[node], node, tuple(ranks[node]))
+        for node in sorted(ranks)
+    )
+
+
+def missing_findings(
+    missing: Mapping[int, str], nodes: Mapping[int, str], hosts: Sequence[Host], local_world_size: int
+) -> list[Finding]:
+    """One for each host with ranks that have not answered. Of one that has never spoken only torchrun's node is known,
+    by the ranks that this one's agent has started. Pure.
+    """
+    by_host: dict[str, list[int]] = {}
+    known = {rank: host.name for host in hosts for rank in host.ranks}
+    for rank in sorted(missing):
+        node = rank // local_world_size
+        by_host.setdefault(known.get(rank) or nodes.get(node) or f"torchrun's node {node}", []).append(rank)
+    advice = "is that host up, and its torchrun running? See its output; ranks that hang name where they were"
+    return [
+        Finding(
+            "hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice=advice
+        )
+        for host, ranks in by_host.items()
+    ]
+
+
+def _doing(ranks: Sequence[int], missing: Mapping[int, str]) -> str:
+    return ", ".join(dict.fromkeys(missing[rank] for rank in ranks))
+
+
+# ------------------------------------------------------------------------------------------------ rounds of links
+
+# Rounds of disjoint pairs, so that no host serves two links at once.
+
+
+def all_pairs(count: int) -> list[list[Pair]]:
+    """Every pair once, in as few rounds as there can be: the circle method of tournaments."""
+    places: list[int | None] = list(range(count))
+    if count % 2:
+        places.append(None)  # who meets nobody sits out
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        meetings = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([_ordered(one, other) for one, other in meetings if one is not None and other is not None])
+        places.insert(1, places.pop())
+    return [pairs for pairs in rounds if pairs]
+
+
+def ring(count: int) -> list[list[Pair]]:
+    """Each place with the next one, and the last with the first: two rounds, three where the count is odd."""
+    if count < 2:
+        return []
+    edges = [(place, place + 1) for place in range(count - 1)]
+    rounds = [edges[0::2], edges[1::2]]
+    if count > 2:
+        closing = [(0, count - 1)]
+        if count % 2:
+            rounds.append(closing)
+        else:
+            rounds[1] = rounds[1] + closing
+    return [pairs for pairs in rounds if pairs]
+
+
+def between_hosts(count: int) -> list[list[Pair]]:
+    return all_pairs(count) if count <= MOST_FOR_ALL_PAIRS else ring(count)
+
+
+def _ordered(one: int, other: int) -> Pair:
+    return (one, other) if one < other else (other, one)

@@ -3,7 +3,7 @@
 Of memory it asks for what `placement.forecast` counts; what libraries take beside it is a margin that warns.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.kinds import AnyConfig
@@ -12,10 +12,8 @@ from hybridflow.inspection.findings import Finding, Host, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.cache_room import with_room
-from hybridflow.placement.footprint import together
-from hybridflow.placement.forecast import forecast, memory_of
+from hybridflow.placement.forecast import Fullest, forecast, memory_of, peaks
 from hybridflow.placement.hosts import HostRanks, check_hosts
-from hybridflow.placement.margin import Margin, Margins
 from hybridflow.placement.placed import PlacedModels, place
 
 AREA = "plan"
@@ -44,35 +42,21 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     if run.rollout is not None and run.rollout.ranks != run.trained.layout.ranks:
         lie["engine"] = run.rollout.ranks
     roles = ", ".join(f"{name} on {shown(ranks)}" for name, ranks in lie.items())
-    needed, margin = peaks(run), Margins(run)
-
-    def memory(host: Host) -> Finding:
-        return gpu_finding(host, needed, free, margin) if free.gpus else memory_finding(host, needed, free)
+    needed = peaks(memory_of(run), range(run.world_size))
+    memory = gpu_finding if free.gpus else memory_finding
 
     return [
         Finding(AREA, "layout", "all", f"{counted(world_size)}: {roles}"),
-        *map(memory, hosts),
+        *(memory(host, [needed[rank] for rank in host.ranks], free) for host in hosts),
         *_disk_findings(run, free, hosts[0]),
     ]
 
 
-def peaks(run: PlacedModels) -> dict[int, tuple[int, str]]:
-    """By rank: most bytes at a time, and the moment of it."""
-    moments = memory_of(run).moments()
-    return {
-        rank: max((together(list(rows(rank).values())).total, moment) for moment, rows in moments.items())
-        for rank in range(run.world_size)
-    }
-
-
-def gpu_finding(
-    host: Host, needed: Mapping[int, tuple[int, str]], free: Free, margin: Callable[[int], Margin]
-) -> Finding:
-    """Of the rank with least room."""
-    rank = min(host.ranks, key=lambda rank: free.gpus[rank] - needed[rank][0] - margin(rank).total)
-    (bytes_needed, moment), bytes_free = needed[rank], free.gpus[rank]
-    beside = margin(rank)
-    holds = f"rank {rank} will hold {gigabytes(bytes_needed)} ({moment}), libraries {gigabytes(beside.total)}"
+def gpu_finding(host: Host, needed: Sequence[Fullest], free: Free) -> Finding:
+    """Of the rank with least room. needed: of the ranks of the host."""
+    most = min(needed, key=lambda each: free.gpus[each.rank] - each.needed)
+    rank, beside, bytes_needed, bytes_free = most.rank, most.margin, most.bytes, free.gpus[most.rank]
+    holds = f"rank {rank} will hold {gigabytes(bytes_needed)} ({most.moment}), libraries {gigabytes(beside.total)}"
     value = f"{holds} ({beside.words}); {gigabytes(bytes_free)} are free"
     figures = {"rank": rank, "needed_bytes": bytes_needed, "margin_bytes": beside.total, "free_bytes": bytes_free}
     if bytes_needed > bytes_free:
@@ -83,9 +67,9 @@ def gpu_finding(
     return Finding(AREA, "GPU memory", host.name, value, figures=figures)
 
 
-def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
+def memory_finding(host: Host, needed: Sequence[Fullest], free: Free) -> Finding:
     """Of all ranks of a host, which share the host's memory."""
-    bytes_needed, available = sum(needed[rank][0] for rank in host.ranks), free.memory[host.name]
+    bytes_needed, available = sum(each.bytes for each in needed), free.memory[host.name]
     ranks = counted(len(host.ranks), "rank")
     value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
     figures = {"needed_bytes": bytes_needed, "available_bytes": available}

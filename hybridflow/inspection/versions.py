@@ -6,61 +6,38 @@ or end the process that imports it, and vLLM takes seconds.
 
 import importlib.util
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from hybridflow.inspection.findings import Finding, Status
-from hybridflow.inspection.imports import version
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.versions import DISTRIBUTIONS, SEEN, installed_set, installed_version, public, tries_versions
+from hybridflow.parallel.versions import (
+    DISTRIBUTIONS,
+    PAIRS,
+    SEEN,
+    distribution_version,
+    fits_patches,
+    installed_set,
+    installed_version,
+    tries_versions,
+    within,
+)
 
 AREA = "packages"
 SETUP = "bash launch/setup.sh, with --cuda for GPUs, installs the releases that go together"
 PYTHONS = ((3, 11), (3, 12))  # as pyproject.toml says
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 NVIDIA_SMI_SECONDS = 15  # a GPU in trouble makes it wait for ever
-Release = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Releases that go together: where `package` is in [low, below), `partner` must be in another [low, below)."""
-
-    package: str
-    releases: tuple[Release, Release]
-    partner: str
-    accepts: tuple[Release, Release]
-
-    def asks_for(self) -> str:
-        low, below = (".".join(map(str, release)) for release in self.accepts)
-        return f"{self.partner} from {low} on, below {below}"
-
-
-# From the metadata of the wheels; that of transformer-engine from what megatron-core 0.16.1 says of itself, and of what
-# 0.19.2 imports: below 2.14 it clips gradients in loops. Those that were really run are of the sets for CPUs in
-# `parallel.versions.SETS`.
-PAIRS = (
-    Pair("vllm", ((0, 24), (0, 24, 1)), "torch", ((2, 11), (2, 12))),
-    Pair("vllm", ((0, 27, 1), (0, 33)), "torch", ((2, 13), (2, 14))),
-    Pair("vllm", ((0, 33), (0, 33, 1)), "torch", ((2, 14), (2, 15))),
-    Pair("vllm", ((0, 32), (0, 32, 1)), "transformers", ((5, 16, 1), (5, 20))),
-    Pair("megatron-core", ((0, 16, 1), (0, 16, 2)), "transformer-engine", ((2, 0), (2, 12))),
-    Pair("megatron-core", ((0, 19, 2), (0, 19, 3)), "transformer-engine", ((2, 14), (3, 0))),
-    Pair("transformer-engine", ((2, 13), (2, 17)), "nvidia-cublas", ((13, 2, 0, 9), (14, 0))),  # else it does not load
-    Pair("torch", ((2, 13), (2, 14)), "CUDA", ((13, 0), (14, 0))),
-)
 
 
 def installed() -> dict[str, str | None]:
     """Version by package, None where it is not installed; of CUDA the one that torch is built for."""
     found: dict[str, str | None] = {package: installed_version(package) for package in DISTRIBUTIONS}
-    return found | {"CUDA": torch.version.cuda, "nvidia-cublas": version("nvidia-cublas")}
+    return found | {"CUDA": torch.version.cuda, "nvidia-cublas": distribution_version("nvidia-cublas")}
 
 
 def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) -> list[Finding]:
@@ -99,18 +76,6 @@ def _pair(package: str, version: str, partner: str, *, other: str, host: str) ->
     return Finding(AREA, name, host, value, "fail", advice=f"{package} {version} needs {known.asks_for()}: {SETUP}")
 
 
-def within(version: str, releases: tuple[Release, Release]) -> bool:
-    """Whether a version lies in [low, below). What follows the numbers, "+cpu" or "rc1", does not count."""
-    low, below = releases
-    return low <= release(version) < below
-
-
-def release(version: str) -> Release:
-    """(2, 13, 0) of "2.13.0+cpu"."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else ()
-
-
 def _set(host: str) -> Finding:
     """Whether all releases together are a set that hybridflow names."""
     name, releases = installed_set()
@@ -125,7 +90,7 @@ def _package(package: str, version: str | None, host: str, *, cuda: bool) -> Fin
         return Finding(AREA, package, host, "not installed", "fail", advice=SETUP)
     if version is None:
         return _absent_option(package, host, cuda=cuda)
-    if wanted and public(version) not in wanted:
+    if wanted and not fits_patches(package, version):
         parts = f"hybridflow replaces private parts of {package} {' or '.join(wanted)}"
         if tries_versions():
             return Finding(

@@ -7,6 +7,7 @@ the same, set HYBRIDFLOW_TRY_VERSIONS=1: the refusal becomes a warning.
 import functools
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from hybridflow.errors import EnvironmentProblem
 
 TRY_VERSIONS = "HYBRIDFLOW_TRY_VERSIONS"
+Release = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,20 @@ class ReleaseSet:
     name: str
     python: str
     releases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Releases that go together: where `package` is in [low, below), `partner` must be in another [low, below)."""
+
+    package: str
+    releases: tuple[Release, Release]
+    partner: str
+    accepts: tuple[Release, Release]
+
+    def asks_for(self) -> str:
+        low, below = (".".join(map(str, release)) for release in self.accepts)
+        return f"{self.partner} from {low} on, below {below}"
 
 
 SETS = (
@@ -55,16 +71,30 @@ SEEN = {
     )
     for package in ("vllm", "megatron-core", "torch")
 }
+# From the metadata of the wheels; that of transformer-engine from what megatron-core 0.16.1 says of itself, and of what
+# 0.19.2 imports: below 2.14 it clips gradients in loops. Those that were really run are of the sets for CPUs in SETS.
+PAIRS = (
+    Pair("vllm", ((0, 24), (0, 24, 1)), "torch", ((2, 11), (2, 12))),
+    Pair("vllm", ((0, 27, 1), (0, 33)), "torch", ((2, 13), (2, 14))),
+    Pair("vllm", ((0, 33), (0, 33, 1)), "torch", ((2, 14), (2, 15))),
+    Pair("vllm", ((0, 32), (0, 32, 1)), "transformers", ((5, 16, 1), (5, 20))),
+    Pair("megatron-core", ((0, 16, 1), (0, 16, 2)), "transformer-engine", ((2, 0), (2, 12))),
+    Pair("megatron-core", ((0, 19, 2), (0, 19, 3)), "transformer-engine", ((2, 14), (3, 0))),
+    Pair("transformer-engine", ((2, 13), (2, 17)), "nvidia-cublas", ((13, 2, 0, 9), (14, 0))),  # else it does not load
+    Pair("torch", ((2, 13), (2, 14)), "CUDA", ((13, 0), (14, 0))),
+)
 SOURCE = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 15  # a file server in trouble makes it wait for ever
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package of DISTRIBUTIONS, from what lies on the disk; None where it is not installed."""
-    return next((version for name in DISTRIBUTIONS[package] if (version := _version(name)) is not None), None)
+    """As `distribution_version`, of a package of DISTRIBUTIONS by any of its names."""
+    found = map(distribution_version, DISTRIBUTIONS[package])
+    return next((version for version in found if version is not None), None)
 
 
-def _version(name: str) -> str | None:
+def distribution_version(name: str) -> str | None:
+    """Of what is installed under that name, from what lies on the disk; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -74,7 +104,7 @@ def _version(name: str) -> str | None:
 def installed_set() -> tuple[str | None, str]:
     """The name of the set that this Python and what lies on the disk make, None where it is none; and what they are."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {name: _version(name) for names in DISTRIBUTIONS.values() for name in names}
+    found = {name: distribution_version(name) for names in DISTRIBUTIONS.values() for name in names}
     known = next((known for known in SETS if known.python == python and _has(found, known.releases)), None)
     there = [f"{name} {version}" for name, version in found.items() if version is not None]
     return None if known is None else known.name, ", ".join([f"Python {platform.python_version()}", *there])
@@ -83,11 +113,27 @@ def installed_set() -> tuple[str | None, str]:
 def set_line() -> str:
     """For people: the set and the set's releases."""
     name, releases = installed_set()
-    return f"releases: {releases}: {f'the set for {name}' if name else 'no set that is known to go together'}"
+    return f"releases: {releases}: {set_words(name)}"
+
+
+def set_words(name: str | None) -> str:
+    return f"the set for {name}" if name else "no set that is known to go together"
 
 
 def _has(found: Mapping[str, str | None], releases: Mapping[str, str]) -> bool:
     return all(public(found[name] or "") == release for name, release in releases.items())
+
+
+def within(version: str, releases: tuple[Release, Release]) -> bool:
+    """Whether a version lies in [low, below). What follows the numbers, "+cpu" or "rc1", does not count."""
+    low, below = releases
+    return low <= release(version) < below
+
+
+def release(version: str) -> Release:
+    """(2, 13, 0) of "2.13.0+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def public(version: str) -> str:
@@ -120,13 +166,18 @@ def replace_in(owner: object, **names: object) -> None:
         setattr(owner, name, value)
 
 
+def fits_patches(package: str, version: str) -> bool:
+    """Whether what is replaced in the package was written for that release. package: of SEEN."""
+    return public(version) in SEEN[package]
+
+
 def check_version(package: str, found: str) -> None:
     """Called before anything of `package` is replaced. found: `__version__` there; +cpu and the like do not matter.
 
     Errors: EnvironmentProblem where the replacements were written for other releases than that one, unless
     HYBRIDFLOW_TRY_VERSIONS=1 asks for a warning, once a process; or where that variable is neither 0 nor 1.
     """
-    if public(found) in SEEN[package]:
+    if fits_patches(package, found):
         return
     wanted = f"{package} {' or '.join(SEEN[package])}"
     if tries_versions():

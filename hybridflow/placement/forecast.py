@@ -3,7 +3,7 @@
 forecast(place(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -271,10 +271,14 @@ class Fullest:
 def fullest(run: PlacedModels) -> Fullest:
     """With libraries. The first of those alike, as in the table of `hybridflow.plan`."""
     memory = memory_of(run)
-    ranks = memory.one_of_each()
+    return max(peaks(memory, memory.one_of_each()), key=lambda each: (each.needed, each.moment))
+
+
+def peaks(memory: ModelMemory, ranks: Iterable[int]) -> list[Fullest]:
+    """The moment in which each of the ranks holds most."""
     moments = memory.moments().items()
-    found = [Fullest(rank, moment, rows(rank), memory.margin(rank)) for moment, rows in moments for rank in ranks]
-    return max(found, key=lambda each: each.needed)
+    each = ([Fullest(rank, moment, rows(rank), memory.margin(rank)) for moment, rows in moments] for rank in ranks)
+    return [max(found, key=lambda one: one.needed) for found in each]
 
 
 # ------------------------------------------------------------------------------------------------ reports

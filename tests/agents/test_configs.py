@@ -45,29 +45,33 @@ def config_of(environment: str, *overrides: str) -> ExperimentConfig:
 @pytest.mark.parametrize(
     ("environment", "overrides", "problem"),
     [
-        ("class: 'a:B', agent: 'a:b'", (), "has both class and agent: leave one of them out"),
+        ("class: 'a:B', agent: 'a:b'", (), "class = a:B cannot go with agent = a:b: one of them answers"),
         ("max_turns: 3", (), "names nobody who answers the model: give class"),
-        ("class: 'a:B', prompt: column", (), "prompt = 'column': is for an agent, and this is a class"),
+        ("class: 'a:B', prompt: column", (), "class = a:B cannot go with prompt = column: the key is for an agent"),
         ("agent: nobody", (), "data.environment.agent = 'nobody'"),
         ("agent: 'a:b', prompt: first", (), "data.environment.prompt = 'first'"),
         ("agent: 'a:b', listen: localhost", (), "listen = localhost: is no IP address"),
         ("agent: 'a:b', listen: 10.0.0.7", (), "listen = 10.0.0.7: is reached from other hosts: give token_file"),
         (f"agent: 'a:b', listen: 0.0.0.0, {TOKEN}", (), "listen = 0.0.0.0: names no interface"),
-        ("agent: 'a:b'", ("data.chat_template=false",), "environment.agent = a:b: turns are messages"),
+        (
+            "agent: 'a:b'",
+            ("data.chat_template=false",),
+            "environment cannot go with chat_template = false: turns",
+        ),
         (
             "agent: 'a:b'",
             ("algorithm={name: remax}", "reference=null"),
-            "data.environment.agent = a:b: algorithm remax",
+            "data.environment cannot go with algorithm.name = remax: remax compares",
         ),
         (
             "class: 'a:B'",
             ("reward={models: [{model: other, reencode: true}]}",),
-            "class = a:B cannot go with reward.models.0.reencode = true: the reward model's template would render all",
+            "data.environment cannot go with reward.models.0.reencode = true: the reward model's template",
         ),
         (
             "agent: 'a:b'",
             ("sampling.by_prompt_length=[{up_to: 8, max_response_length: 16}]",),
-            "sampling.by_prompt_length needs prompts before the agent's first request",
+            "sampling.by_prompt_length cannot go with data.environment.prompt = request: by_prompt_length needs",
         ),
     ],
 )

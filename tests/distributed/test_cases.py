@@ -21,7 +21,7 @@ MIXTURES = ("glm4_moe", "qwen3_moe", "deepseek_v3")
 # two axes, the least layout with the two values, the rollout, what is said
 REFUSED: list[tuple[tuple[str, str], Case, dict[str, Any], str]] = [
     (("tp", "sp"), Case(sequence_parallel=True), {}, "sequence_parallel needs tensor_parallel_size > 1"),
-    (("pp", "vpp"), Case(vpp=2), {}, "virtual_pipeline_parallel_size = 2 needs pipeline_parallel_size > 1"),
+    (("pp", "vpp"), Case(vpp=2), {}, "virtual_pipeline_parallel_size = 2 cannot go with pipeline_parallel_size = 1"),
     (("pp", "vpp"), Case(pp=4, vpp=2), {}, "the 1 layers of pipeline stage 0 cannot be cut into 2 model chunks"),
     *((("kind", "experts"), Case(dp=4, ep=ep, etp=etp), {}, "has no experts") for ep, etp in AXES["experts"][1:]),
     (("kind", "whole"), Case(tp=2), {"enable_expert_parallel": True}, "rollout.enable_expert_parallel = 2: .* has no"),

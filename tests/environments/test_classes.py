@@ -48,8 +48,8 @@ def test_a_tool_has_a_schema() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["data.chat_template=false"], "turns are messages: leave out chat_template: false"),
-        (["algorithm={name: remax}", "reference=null"], "algorithm remax compares with one greedy row a prompt"),
+        (["data.chat_template=false"], "environment cannot go with chat_template = false: turns are messages"),
+        (["algorithm={name: remax}", "reference=null"], "remax compares with one greedy row a prompt"),
         (["data.environment={class: no_colon}"], "data.environment"),
         (["data.environment={class: 'a:B', max_turns: 0}"], "data.environment.max_turns"),
         (["data.environment={class: 'a:B', turns: 3}"], "data.environment.turns"),

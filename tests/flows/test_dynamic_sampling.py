@@ -343,8 +343,14 @@ def check_buckets(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"checkpoint": {"save_rollout": True}}, "checkpoint.save_rollout = true: with algorithm.dynamic_sampling"),
-        ({"algorithm": {"name": "opo", "policy": {}}}, "dynamic_sampling.surplus = keep: opo is exactly on-policy"),
+        (
+            {"checkpoint": {"save_rollout": True}},
+            "algorithm.dynamic_sampling cannot go with checkpoint.save_rollout = true",
+        ),
+        (
+            {"algorithm": {"name": "opo", "policy": {}}},
+            "name = opo cannot go with dynamic_sampling.surplus = keep: opo is exactly on-policy",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused(changes: dict[str, dict[str, Any]], told: str, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import pytest
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.inspection.findings import Finding, Host
-from hybridflow.inspection.fit import Free, fit_findings, peaks
+from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.machine import GIB
-from hybridflow.placement.forecast import forecast
-from hybridflow.placement.placed import place
+from hybridflow.placement.forecast import forecast, memory_of
+from hybridflow.placement.forecast import peaks as peaks_of
+from hybridflow.placement.placed import PlacedModels, place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 TWO = (Host("a", 0, (0,)), Host("b", 1, (1,)))
@@ -23,6 +24,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
     path = write_config(directory / "config.yaml", make_inputs(directory / "inputs"))
     path.write_text(json.dumps(json.loads(path.read_text())))
     return ExperimentConfig.from_yaml(path, ["rollout.kv_cache_gib=2", "tensor_parallel_across_hosts=true"])
+
+
+def peaks(run: PlacedModels) -> dict[int, tuple[int, str]]:
+    return {each.rank: (each.bytes, each.moment) for each in peaks_of(memory_of(run), range(run.world_size))}
 
 
 def named(findings: list[Finding], name: str) -> list[Finding]:

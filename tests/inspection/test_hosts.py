@@ -1,7 +1,7 @@
 """Who is on which host, and who is missing: by made-up ranks."""
 
+from hybridflow.inspection.examination import hosts_of, missing_findings
 from hybridflow.inspection.findings import Host
-from hybridflow.inspection.hosts import hosts_of, missing_findings
 
 
 def test_hosts_by_torchruns_nodes() -> None:

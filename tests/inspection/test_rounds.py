@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from hybridflow.inspection.rounds import all_pairs, between_hosts, ring
+from hybridflow.inspection.examination import all_pairs, between_hosts, ring
 
 
 def test_by_hand() -> None:

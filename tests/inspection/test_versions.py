@@ -12,11 +12,9 @@ from hybridflow.inspection.versions import (
     apex_finding,
     installed,
     pair_findings,
-    release,
     version_findings,
-    within,
 )
-from hybridflow.parallel.versions import SEEN, SETS, ReleaseSet, installed_set, public
+from hybridflow.parallel.versions import SEEN, SETS, ReleaseSet, installed_set, public, release, within
 from tests.constraints import CUDA, OVER, OWN, pinned
 
 GOOD = {

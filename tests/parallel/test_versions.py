@@ -50,7 +50,7 @@ def test_what_is_installed_here_is_a_set_and_its_releases_are_told() -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, python: str, found: Mapping[str, str]) -> None:
     monkeypatch.setattr(versions.platform, "python_version_tuple", lambda: tuple(python.split(".")))
     monkeypatch.setattr(versions.platform, "python_version", lambda: python)
-    monkeypatch.setattr(versions, "_version", found.get)
+    monkeypatch.setattr(versions, "distribution_version", found.get)
 
 
 GPUS = {"torch": "2.13.0+cu130", "megatron-core": "0.19.2", "vllm": "0.32.0", "transformer-engine": "2.16.1"}

@@ -268,7 +268,7 @@ def test_only_the_templates_own_names_are_replaced() -> None:
     ("given", "expected"),
     [
         ({"url": "ftp://x"}, "should match pattern"),
-        ({"url": "http://x", "kind": "openai"}, "kind: openai needs model"),
+        ({"url": "http://x", "kind": "openai"}, "kind = openai cannot go with model = null"),
         ({"url": "http://x", "lowest": 1.0, "highest": 1.0}, "lowest = 1.0 is not below highest = 1.0"),
         ({"url": "http://x", "max_in_flight": 0}, "greater than 0"),
     ],

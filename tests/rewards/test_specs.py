@@ -131,8 +131,8 @@ def test_workers_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"on_error": "score"}, "on_error: score needs error_score"),
-        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is auto"),
+        ({"on_error": "score"}, "on_error = score cannot go with error_score = null: set error_score"),
+        ({"error_score": 0.0}, "error_score = 0.0 cannot go with on_error = auto"),
         ({"timeout_seconds": 0.0}, "greater than 0"),
         ({"num_workers": 0}, "greater than 0"),
         ({"functions": [{"function": "a:b", "parts": {"a b": 1.0}}]}, "should match pattern"),
