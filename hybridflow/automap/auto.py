@@ -11,6 +11,7 @@ keys change. The search is that of `planning.search`, on the one placement that 
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.explained import memory_words
 from hybridflow.automap.placements import given_placement
-from hybridflow.automap.search import Found, Least, SearchRequest, gib, least_that_fits, search
+from hybridflow.automap.search import Found, SearchRequest, gib, least_that_fits, search
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
 from hybridflow.config.kinds import AnyConfig, config_class
@@ -66,7 +67,7 @@ def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Fac
     request = request_of(config, free, world_size, facts)
     found = search(request)
     if not found.plans:
-        raise ConfigError(f"{source}: " + "\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
+        raise ConfigError(f"{source}: " + "\n".join(why_nothing_fits(found, facts.what)))
     chosen = found.plans[0].config.model_dump(mode="json")
     resolved: Tree = copy.deepcopy(dict(tree))
     before = {name: section for name, section, _ in sections(resolved)}
@@ -121,21 +122,34 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
     return lines
 
 
-def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[str]:
-    """The tightest constraint, and the least that would fit."""
+def why_nothing_fits(found: Found, what: str, *, until: float = math.inf) -> list[str]:
+    """The tightest constraint, and the least that would fit; or that the search ended before all layouts were searched.
+
+    until: when the time to look for the least ends, as `time.monotonic`.
+    """
+    request, ranks = found.request, counted(found.request.world_size)
     room = gib(request.memory_bytes)
-    lines = [f"no layout fits on {counted(request.world_size)} of {what} with room for {room} GiB a rank"]
+    if not found.closed and request.memory_bytes > 0:
+        return [
+            f"the search ended after {found.seconds:.3g} s, before all layouts on {ranks} of {what} were searched: none "
+            f"of those that were searched fits in {room} GiB a rank",
+            f"others may fit: hybridflow plan --search --gpus {request.world_size} --minutes M searches for longer",
+        ]
+    least = least_that_fits(request, until=until)
+    lines = [f"no layout fits on {ranks} of {what} with room for {room} GiB a rank"]
     if request.memory_bytes <= 0:
         lines.append(
             "nothing is left of a rank's memory: `hybridflow plan --memory-gib`, or device_profile in the config, "
             "plans for another machine"
         )
-    elif least.plan is None:
+    elif least.plan is None and least.in_time:
         lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
-    else:
+    elif least.plan is not None:
         fullest = least.plan.fullest
         words = memory_words(fullest, 4)
         lines.append(f"the least is {gib(fullest.needed)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank the run fits on {counted(least.ranks)}")
+    elif not least.in_time:
+        lines.append("the time ended before larger numbers of ranks were searched")
     return lines

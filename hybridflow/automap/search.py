@@ -14,6 +14,7 @@ the KV cache are chosen, too; memory is the exact table and not a least number o
 take the longest of them, as there, but what all ranks wait for is added up; branches are cut by bounds, not all tried.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -298,11 +299,15 @@ def _section(tree: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True)
 class Least:
-    """The least that would fit. memory: with as many ranks; a plan that then fits. ranks: with as much memory."""
+    """The least that would fit. memory: with as many ranks; a plan that then fits. ranks: with as much memory.
+
+    in_time: whether the time sufficed to look; without it None may be what was not looked for.
+    """
 
     memory_bytes: int | None
     plan: SearchedPlan | None
     ranks: int | None
+    in_time: bool = True
 
 
 MOST_DOUBLINGS, PRECISION = 6, 128
@@ -310,24 +315,25 @@ UNBOUNDED = 1 << 60  # bytes
 SECONDS_OF_ONE = 6.0  # to find one that fits
 
 
-def least_that_fits(request: SearchRequest) -> Least:
-    """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
+def least_that_fits(request: SearchRequest, *, until: float = math.inf) -> Least:
+    """For a request that nothing fits: memory to 1 part in 128, ranks by doubling. until: as `time.monotonic`."""
     known = known_of(request)
-    plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
+
+    def any_of(asked: SearchRequest) -> SearchedPlan | None:
+        """One that fits."""
+        seconds = min(request.seconds, SECONDS_OF_ONE, max(0.0, until - time.monotonic()))
+        found = search(replace(asked, shown=1, seconds=seconds, first=True), known=known)
+        return found.plans[0] if found.plans else None
+
+    plan = any_of(replace(request, memory_bytes=UNBOUNDED))
     low, high = request.memory_bytes, 0 if plan is None else plan.fullest.needed
-    while plan is not None and high - low > high // PRECISION:
-        found = _any(replace(request, memory_bytes=(low + high) // 2), known)
+    while plan is not None and high - low > high // PRECISION and time.monotonic() < until:
+        found = any_of(replace(request, memory_bytes=(low + high) // 2))
         low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.needed, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
         more = replace(request, world_size=request.world_size << doublings)
-        if _any(more, known) is not None:
+        if time.monotonic() < until and any_of(more) is not None:
             ranks = more.world_size
             break
-    return Least(None if plan is None else plan.fullest.needed, plan, ranks)
-
-
-def _any(request: SearchRequest, known: EngineMemory) -> SearchedPlan | None:
-    """One that fits."""
-    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True), known=known)
-    return found.plans[0] if found.plans else None
+    return Least(None if plan is None else plan.fullest.needed, plan, ranks, in_time=time.monotonic() < until)

@@ -21,7 +21,10 @@ Read = TypeVar("Read")  # what a reader makes of a file
 def write_rollout(
     directory: Path, iteration: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, *, writes: bool
 ) -> str | None:
-    """Replace the saved rollout; return why that failed, or None. Collective. writes: True on the first rank alone."""
+    """Remove the saved rollout and write this one; return why that failed, or None. Collective.
+
+    writes: True on the first rank alone.
+    """
     failure = None
     if writes:
         try:

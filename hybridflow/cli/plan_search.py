@@ -63,7 +63,7 @@ def print_search(
     Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written.
     """
     from hybridflow.automap.auto import why_nothing_fits
-    from hybridflow.automap.search import SearchRequest, known_of, least_that_fits, search
+    from hybridflow.automap.search import SearchRequest, known_of, search
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
@@ -79,7 +79,7 @@ def print_search(
     known = known_of(request)
     found = search(request, known=known)
     if not found.plans:
-        raise ConfigError("\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
+        raise ConfigError("\n".join(why_nothing_fits(found, facts.what, until=began + seconds)))
     console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
     console.print(Text(f"{_lengths(work)}\n"))
     console.print(_plans_table(found))

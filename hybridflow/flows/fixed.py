@@ -170,6 +170,9 @@ def pair_metrics(rewards: Tensor) -> dict[str, Tensor]:
     }
 
 
+# ------------------------------------------------------------------------------------------------ iterations
+
+
 def sft(run: Run) -> RolloutBatch:
     """One pass and one step: this loss couples nothing."""
     batch = given_batch(run.examples)
@@ -197,6 +200,9 @@ def kto(run: Run, c: KTO) -> RolloutBatch:
     run.about_to_step(judged.batch, means(judged.each))
     run.actor.step(judged.batch, judged.gradients())
     return judged.batch
+
+
+# -------------------------------------------------------------------------------------------- by the config's algorithm
 
 
 def fixed_flow(run: Run, algorithm: FixedAlgorithm) -> RolloutBatch:

@@ -1,9 +1,9 @@
-"""The launcher's line to one host: ssh, or a process where the host is this machine, with node.py at the end.
+"""The launcher's lines to hosts: ssh, or a process where the host is this machine, with node.py at the end.
 
 No word of a hostfile, a config or the environment is part of what a shell reads: the command that ssh hands to the
 host's shell is fixed but for the path of Python, which is quoted, and all else goes through stdin.
 
-`Team` asks all hosts of a job together, and loses them one by one.
+`Team` has the lines to all hosts of a job: it asks them together, and notes which are lost.
 """
 
 from __future__ import annotations

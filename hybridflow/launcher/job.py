@@ -1,6 +1,7 @@
 """A job from hostfile to exit status: reach the hosts, compare them, start torchrun, watch it, start again.
 
-All hosts need the same code and versions, GPUs alike, and enough of them.
+All hosts need the same code and versions, and the same GPUs: at least one for each slot. This is compared before
+anything starts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hybridflow.launcher.torchrun import Torchrun
 
 FACTS_SECONDS = 60.0  # beyond those to connect: a cold file system
 NEEDED = ("torch", "megatron-core", "vllm")
+Facts = Mapping[str, Any]  # of a host, as hybridflow/launcher/node.py tells them
 
 
 def run(options: LaunchOptions) -> int:
@@ -188,59 +190,6 @@ def check_alike(options: LaunchOptions, experiment: Experiment, facts: Mapping[L
         raise LaunchError("\n".join(lines))
 
 
-def known_address(options: LaunchOptions, hosts: Sequence[LaunchHost]) -> str | None:
-    """Of the first host, as far as this machine can tell without a word to it; None where it cannot."""
-    if options.master_addr is not None:
-        return options.master_addr
-    if len(hosts) == 1:
-        return "127.0.0.1"
-    try:
-        found = socket.getaddrinfo(hosts[0].name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a name of ssh's config
-        return None
-    addresses = [str(address[4][0]) for address in found]
-    return next((each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback), None)
-
-
-def not_reached(connection: Connection, why: str, options: LaunchOptions) -> str:
-    """With what to try where it is ssh that failed."""
-    if connection.is_local or connection.lost is None:
-        return f"{connection.host}: {why}"
-    if f"{options.python}: No such file" in why:  # as the host's shell says it
-        return f"{connection.host}: --python {options.python}: is not there"
-    ssh = shlex.join(
-        Ssh(options.connect_timeout, options.ssh_config, options.ssh_options).command(connection.host, "true")
-    )
-    return f"{connection.host}: {why}; try: {ssh}"
-
-
-def dry_run(options: LaunchOptions, hosts: Sequence[LaunchHost], least: int) -> None:
-    """Print what would be started where."""
-    experiment = experiment_on(options, hosts, least)
-    hosts = hosts[: experiment.num_hosts]
-    address = known_address(options, hosts) or f"(the address by which ssh reaches {hosts[0]})"
-    port = options.master_port or DEFAULT_PORT
-    torchrun = Torchrun(options, experiment, hosts, address, port)
-    if experiment.placement:
-        print(f"{experiment.placement}\n")
-    ssh = Ssh(options.connect_timeout, options.ssh_config, options.ssh_options)
-    for host in hosts:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in torchrun.environment(host, None).items()]
-        reached = command_of(host, options.python, None if is_local(host) else ssh)
-        print(f"{host}: reached by: {shlex.join(reached)}")
-        print(f"{host}: in {options.directory}: {' '.join(variables)} {shlex.join(torchrun.command(host))}")
-    print(f"GLOO_SOCKET_IFNAME, where it is not given, is the interface by which a host reaches {address}.")
-    if options.master_port is None:
-        print(f"Where port {port} of {hosts[0]} is taken, another one is found.")
-
-
-def names_of(hosts: Sequence[LaunchHost]) -> str:
-    return ", ".join(host.name for host in hosts)
-
-
-Facts = Mapping[str, Any]  # of a host, as hybridflow/launcher/node.py tells them
-
-
 def differences(found: Mapping[LaunchHost, Facts]) -> list[str]:
     """A line for each thing that has to be alike and is not, with which host has what."""
     names = dict.fromkeys(name for facts in found.values() for name in facts["alike"])
@@ -296,3 +245,53 @@ def _by_value(values: Mapping[LaunchHost, str]) -> str:
     for host, value in values.items():
         hosts.setdefault(value, []).append(host.name)
     return "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+
+
+def known_address(options: LaunchOptions, hosts: Sequence[LaunchHost]) -> str | None:
+    """Of the first host, as far as this machine can tell without a word to it; None where it cannot."""
+    if options.master_addr is not None:
+        return options.master_addr
+    if len(hosts) == 1:
+        return "127.0.0.1"
+    try:
+        found = socket.getaddrinfo(hosts[0].name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a name of ssh's config
+        return None
+    addresses = [str(address[4][0]) for address in found]
+    return next((each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback), None)
+
+
+def not_reached(connection: Connection, why: str, options: LaunchOptions) -> str:
+    """With what to try where it is ssh that failed."""
+    if connection.is_local or connection.lost is None:
+        return f"{connection.host}: {why}"
+    if f"{options.python}: No such file" in why:  # as the host's shell says it
+        return f"{connection.host}: --python {options.python}: is not there"
+    ssh = shlex.join(
+        Ssh(options.connect_timeout, options.ssh_config, options.ssh_options).command(connection.host, "true")
+    )
+    return f"{connection.host}: {why}; try: {ssh}"
+
+
+def dry_run(options: LaunchOptions, hosts: Sequence[LaunchHost], least: int) -> None:
+    """Print what would be started where."""
+    experiment = experiment_on(options, hosts, least)
+    hosts = hosts[: experiment.num_hosts]
+    address = known_address(options, hosts) or f"(the address by which ssh reaches {hosts[0]})"
+    port = options.master_port or DEFAULT_PORT
+    torchrun = Torchrun(options, experiment, hosts, address, port)
+    if experiment.placement:
+        print(f"{experiment.placement}\n")
+    ssh = Ssh(options.connect_timeout, options.ssh_config, options.ssh_options)
+    for host in hosts:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in torchrun.environment(host, None).items()]
+        reached = command_of(host, options.python, None if is_local(host) else ssh)
+        print(f"{host}: reached by: {shlex.join(reached)}")
+        print(f"{host}: in {options.directory}: {' '.join(variables)} {shlex.join(torchrun.command(host))}")
+    print(f"GLOO_SOCKET_IFNAME, where it is not given, is the interface by which a host reaches {address}.")
+    if options.master_port is None:
+        print(f"Where port {port} of {hosts[0]} is taken, another one is found.")
+
+
+def names_of(hosts: Sequence[LaunchHost]) -> str:
+    return ", ".join(host.name for host in hosts)

@@ -4,8 +4,9 @@ Rank r of c has the pieces r and 2 c - 1 - r of 2 c nearly equal ones of every s
 costs all ranks alike, and so does attention to a shared prompt (Grattafiori et al. 2024, section 3.3.2).
 
 Only token mixers need tokens of other ranks. `MicroBatch.where` lists the outputs that this rank computes. With
-`delta_net` a rank has all tokens of some heads. Attention is merged from several calls of a kernel
-(`shared_prompt.MergedCalls`, whose tensors these are):
+`delta_net` a rank has all tokens of some heads. With `window_attention` ranks send each other the tails of pieces.
+Other attention (`context_attention`; latent attention by `attention_to_whole`) is merged from several calls of a kernel
+by `shared_prompt.MergedCalls`; tensors are as there:
 
     own        a piece with itself, causal
     before     a piece with all of its stretch before the piece
@@ -178,6 +179,9 @@ def _reads(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Othe
 Arrival = Callable[[], Tensor]
 
 
+# ------------------------------------------------------------------------------------------------ between ranks
+
+
 def begin_gather(own: Tensor, context: Context) -> Arrival:
     """Start an all-gather of (n, ...); the returned function waits for (c n, ...). own: as long on every rank."""
     own = own.detach().contiguous()
@@ -239,6 +243,9 @@ class Exchanged(torch.autograd.Function):
         return Exchanged.forward(ctx, grad, ctx.context), None
 
 
+# ------------------------------------------------------------------------------------------------ attention
+
+
 def context_attention(
     query: Tensor, key: Tensor, value: Tensor, calls: MergedCalls, *, context: Context, keep: bool
 ) -> Tensor:
@@ -260,7 +267,7 @@ def attention_to_whole(query: Tensor, k_all: Tensor, v_all: Tensor, calls: Merge
 
 
 class ContextAttention(torch.autograd.Function):
-    """See the module."""
+    """Gathers keys and values of all ranks; see `context_attention`."""
 
     @staticmethod
     def forward(

@@ -1,15 +1,18 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
 RMSNorm and SwiGLU are each one autograd function that keeps only the input, of half as many operations as autograd
-would record. `layer_classes` may choose other functions of the same gradients.
+would record. `layer_classes` may choose other functions of the same gradients. `WideHeadNorm` is an RMSNorm over all
+heads, which tensor-parallel ranks share (OLMo 3).
 """
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -227,3 +230,53 @@ class CompiledSwiGLUFunction(torch.autograd.Function):
 
 class CompiledSwiGLU(SwiGLU):
     function = CompiledSwiGLUFunction
+
+
+class WideRMSNormFunction(torch.autograd.Function):
+    """As `RMSNormFunction`; means are over the last two dimensions and the ranks of a group.
+
+    x: (t, 1, heads here, head_dim); weight: (heads here, head_dim). Rounded once, behind the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+        wide = x.float()
+        r = _mean_over_ranks(wide.square(), group).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        ctx.group = group
+        return (wide * r * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, r = ctx.saved_tensors
+        n, scaled = x.float() * r, grad.float() * weight
+        grad_x = r * (scaled - n * _mean_over_ranks(scaled * n, ctx.group))
+        grad_weight = (grad * n).flatten(0, 1).sum(0).to(weight.dtype)
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def _mean_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(t, 1, 1, 1) over all heads of all ranks."""
+    total = x.mean((-2, -1), keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total.div_(group.size())
+
+
+class WideHeadNorm(OverHeads, nn.Module):
+    """y = w x / sqrt(mean(x^2) + eps) over all heads; each rank has the weights of its own heads."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int, **kwargs: object
+    ) -> None:
+        """hidden_size: of a head. heads: of all ranks."""
+        super().__init__()
+        self.eps, self.head_dim = eps, hidden_size
+        here = heads // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(here * hidden_size, dtype=config.params_dtype))
+        mark(self.weight, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(-1, self.head_dim)
+        y: Tensor = WideRMSNormFunction.apply(x, weight, self.eps, not_none(self.group))
+        return y

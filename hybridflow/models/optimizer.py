@@ -2,7 +2,7 @@
 
 megatron's own ways to save the state have traps (seen in 0.16.1): `fully_reshardable` gathers all of it on one replica,
 `dp_reshardable` ties it to the layout, and with torch's Adam both lose the step count, after which the bias correction
-is that of the first step. So `OwnedState` names what a rank owns as it lies in memory, whichever of megatron's
+is silently that of the first step. So `OwnedState` names what a rank owns as it lies in memory, whichever of megatron's
 optimizers it is; `checkpoint.sharded` says where in the whole parameter that is.
 """
 
@@ -285,6 +285,8 @@ def learning_rate(config: OptimizerConfig, iteration: int, num_iterations: int) 
     share = falling[config.schedule]
     return config.lr if config.schedule == "constant" else config.min_lr + (config.lr - config.min_lr) * share
 
+
+# -------------------------------------------------------------------------------- the optimizer's state in a checkpoint
 
 MAIN = "fp32_param"  # megatron's names, as in megatron's checkpoints
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

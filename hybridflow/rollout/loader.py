@@ -11,7 +11,8 @@ Memory need not be contiguous: the columns that a rank has of o_proj and down_pr
 vLLM's compiled code is for weights of certain strides, so the key by which it is kept on disk has to know ours.
 
 Adapters are parameters of vLLM's linear layers: the trainer's memory, as weights are. vLLM's own adapters would be
-copies in 16 bits, written anew at each sync. Here a layer computes y + scale B (A x), also in CUDA graphs.
+copies in 16 bits, written anew at each sync, and take other kernels. Here a layer computes y + scale B (A x) itself, in
+compiled code and CUDA graphs as in any other.
 """
 
 import contextlib
@@ -148,6 +149,9 @@ def _on_meta(create_weights: Callable[..., None]) -> Callable[..., None]:
             create_weights(*args, **kwargs)
 
     return create
+
+
+# ------------------------------------------------------------------------------------------------ adapters
 
 
 class AdaptedLinearMethod(UnquantizedLinearMethod):

@@ -248,7 +248,9 @@ class TurnRow:
         return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
     def finished_row(self, last: TurnEvent) -> RolloutRow:
-        """The finished row, without branches that have no sampled token. Of a failed row the first branch alone counts.
+        """The finished row. Further branches without a sampled token are left out.
+
+        Of a failed row the first branch alone is there, and none of its tokens counts.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
         agent's requests may come in another order next time.

@@ -5,7 +5,7 @@
 
 Models, engine, rewards and seeds are those of training. The actor has no optimizer, and only rank 0 writes.
 
-It leaves results.json, a file of samples for each set, and a table on the screen.
+`write_results` leaves results.json and a file of samples for each set. `results_table` is for the screen.
 """
 
 import json
@@ -106,6 +106,8 @@ def _announced(heldout: HeldoutSet) -> str:
     how = f"at temperature {heldout.temperature:g}" if heldout.temperature else "greedy"
     return f"{heldout.title}: generating {many}, {how}"
 
+
+# -------------------------------------------------------------------------------------------- what an evaluation leaves
 
 RESULTS = "results.json"
 

@@ -67,7 +67,7 @@ def checkpoint_manager_of(
     saves: bool = True,
     portable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
 ) -> CheckpointManager:
-    """Collective over the world, whose part `group` trains: it loads a checkpoint into the models, if there is one."""
+    """Collective over `group`, the ranks that train. A checkpoint, if there is one, is loaded into the models."""
     return CheckpointManager(
         config,
         digests,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import yaml
 
 import hybridflow.automap.search as searching
 from hybridflow.automap import branch_search
+from hybridflow.automap.auto import why_nothing_fits
 from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Counts
 from hybridflow.automap.device import load_profile
@@ -285,6 +287,25 @@ def test_what_would_fit_is_told_where_nothing_does() -> None:
     assert search(replace(asked, memory_bytes=least.memory_bytes)).plans
     assert not search(replace(asked, memory_bytes=least.memory_bytes * 95 // 100)).plans
     assert least.ranks is None or search(replace(asked, world_size=least.ranks)).plans
+
+
+def test_a_search_that_ends_early_says_so_and_not_that_nothing_fits() -> None:
+    asked = replace(request("config.yaml", 4), seconds=0.0, refused="is refused")
+    found = search(asked)
+    assert found.plans == [] and search(replace(asked, seconds=60.0)).plans
+    ended, others = why_nothing_fits(found, "round")
+    assert ended.startswith("the search ended after") and "no layout fits" not in ended
+    assert others.startswith("others may fit: hybridflow plan --search --gpus 4 --minutes M")
+
+
+def test_the_least_is_looked_for_no_longer_than_there_is_time() -> None:
+    asked = request("config.yaml", 2, *NARROW, memory_bytes=20_000)
+    begun = time.monotonic()
+    least = least_that_fits(asked, until=begun)
+    assert not least.in_time and least.ranks is None and time.monotonic() - begun < 30
+    lines = why_nothing_fits(replace(search(asked), closed=True), "round", until=begun)
+    assert lines[0].startswith("no layout fits") and lines[-1].startswith("the time ended before")
+    assert not any("no memory suffices" in line for line in lines)
 
 
 def test_stages_of_the_engine_have_as_many_delta_nets_each() -> None:

@@ -22,7 +22,8 @@ from hybridflow.architecture.shards import Split, common
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, model_weights, stored_at
-from hybridflow.checkpoint.sharded import box_of, finish_save, pieces, stored_shape
+from hybridflow.checkpoint.sharded import box_of, finish_save
+from hybridflow.checkpoint.share_chunks import pieces, stored_shape
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord

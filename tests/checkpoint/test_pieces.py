@@ -9,7 +9,7 @@ from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import model_weights
-from hybridflow.checkpoint.sharded import ShareChunk, pieces, stored_shape
+from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
 from hybridflow.parallel.layout import Cut, Place
 from tests.tiny_models import make_checkpoints
 

@@ -23,8 +23,7 @@ from hybridflow.convert.forward import packed_micro_batch, random_prompts
 from hybridflow.models import build, layer_classes, layer_specs
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention, PackedSequences
 from hybridflow.models.layer_specs import PostNormLayer
-from hybridflow.models.layers import RMSNorm, ZeroCenteredHeadNorm
-from hybridflow.models.mixer_modules import WideHeadNorm
+from hybridflow.models.layers import RMSNorm, WideHeadNorm, ZeroCenteredHeadNorm
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout, Place

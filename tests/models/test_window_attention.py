@@ -14,8 +14,7 @@ from torch.nn.attention import varlen
 from hybridflow.models import window_attention
 from hybridflow.models.attention import PackedSequences, attention_by_length, choose_by_sharing
 from hybridflow.models.context import Context, ContextSpans, most_tokens, pieces_of, places
-from hybridflow.models.layers import GeGLU
-from hybridflow.models.mixer_modules import WideHeadNorm
+from hybridflow.models.layers import GeGLU, WideHeadNorm
 from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.models.window_attention import attend_in_window
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.rewards import code, passes_tests
 from hybridflow.rewards.code import RUNNER, program_in
-from hybridflow.rewards.code_tests import deciding
+from hybridflow.rewards.python_tests import deciding
 
 pytestmark = pytest.mark.slow  # waits for processes
 
