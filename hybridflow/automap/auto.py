@@ -131,7 +131,7 @@ def why_nothing_fits(found: Found, what: str, *, until: float = math.inf) -> lis
     room = gib(request.memory_bytes)
     if not found.closed and request.memory_bytes > 0:
         return [
-            f"the search ended after {found.seconds:.3g} s, before all layouts on {ranks} of {what} were searched: none "
+            f"the search ended after {found.seconds:.3g} s before all layouts on {ranks} of {what} were searched. None "
             f"of those that were searched fits in {room} GiB a rank",
             f"others may fit: hybridflow plan --search --gpus {request.world_size} --minutes M searches for longer",
         ]
