@@ -69,6 +69,11 @@ EXAMPLES = [
     ["num_epochs=1", "num_iterations=1"],
     ["num_epochs=null"],
     ["actor.offload_optimizer=true"],
+    [
+        "algorithm={name: reward_model}",
+        "actor=null",
+        "reward_model={model: m, offload_optimizer: true, optimizer: {lr: 1}}",
+    ],
     ["metrics.eval_reward=a:b"],
     ["algorithm={name: kto}"],
     # ---- StopConfig

@@ -13,7 +13,7 @@ reason. `hybridflow plan CONFIG` gives the same message without any rank. [Confi
 
 Conditions are those that `hybridflow/config/refused_pairs.yaml` has:
 
-| KeyCondition | Meaning |
+| Condition | Meaning |
 | --- | --- |
 | `key` | The key has a value: not null, false, 0 or empty. |
 | `no key` | The key has no value. |

@@ -67,13 +67,13 @@ MLP_NORM = in_layer(
 BETWEEN_NORM = replace(  # where norms also stand behind, whose first has the name
     MLP_NORM, hf=(LAYERS + "pre_feedforward_layernorm.weight",), engine=LAYERS + "pre_feedforward_layernorm.weight"
 )
-NORMS_BEHIND = (  # models.norms_behind has them
+NORMS_BEHIND = (  # the layers are in models.layer_specs
     in_layer("post_attention_layernorm.weight", "post_attention_layernorm.weight", *VECTOR),
     in_layer("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", *VECTOR),
 )
 OPT_INPUT_NORM = with_bias("input_layernorm", "self_attn_layer_norm", VECTOR, VECTOR, NORM_IN_QKV)
 OPT_MLP_NORM = with_bias("pre_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR, NORM_IN_FC1)
-OPT_NORMS_BEHIND = (  # models.opt has them
+OPT_NORMS_BEHIND = (  # the layers are in models.layer_specs
     *with_bias("post_attention_layernorm", "self_attn_layer_norm", VECTOR, VECTOR),
     *with_bias("post_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR),
 )

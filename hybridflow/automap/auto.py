@@ -7,7 +7,7 @@
     resolved.tree, resolved.lines                       plain values; each with the reason
 
 A run that is started again resolves anew, on as many devices as there are then: `checkpoint.changes` lets all of these
-keys change. The search is that of `planning.search`, on the one placement that the config has.
+keys change. The search is that of `automap.search`, on the one placement that the config has.
 """
 
 import copy
@@ -147,7 +147,8 @@ def why_nothing_fits(found: Found, what: str, *, until: float = math.inf) -> lis
     elif least.plan is not None:
         fullest = least.plan.fullest
         words = memory_words(fullest, 4)
-        lines.append(f"the least is {gib(fullest.needed)} GiB, on rank {fullest.rank} in {fullest.moment}: {words}")
+        much = f"the least is {gib(fullest.needed)} GiB" if least.in_time else f"{gib(fullest.needed)} GiB suffice"
+        lines.append(f"{much}, on rank {fullest.rank} in {fullest.moment}: {words}")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank the run fits on {counted(least.ranks)}")
     elif not least.in_time:

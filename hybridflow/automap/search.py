@@ -327,8 +327,10 @@ def least_that_fits(request: SearchRequest, *, until: float = math.inf) -> Least
 
     plan = any_of(replace(request, memory_bytes=UNBOUNDED))
     low, high = request.memory_bytes, 0 if plan is None else plan.fullest.needed
-    while plan is not None and high - low > high // PRECISION and time.monotonic() < until:
+    while plan is not None and high - low > high // PRECISION:
         found = any_of(replace(request, memory_bytes=(low + high) // 2))
+        if time.monotonic() > until:  # that none was found says nothing
+            break
         low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.needed, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):

@@ -66,7 +66,8 @@ def verdict_report(run: "PlacedModels", facts: "Facts | None", *, elsewhere: boo
     taken = facts.margin_bytes + margin
     room = f"{_gib(found.room - margin)} GiB ({_gib(facts.memory_bytes)} less {_gib(taken)} for {libraries})"
     where = f"rank {fullest.rank} in {fullest.moment}"
-    takes_all = fullest.moment == "generation" and isinstance(run, PlacedRun) and not run.kv_cache.is_given
+    sized = isinstance(run, PlacedRun) and not run.kv_cache.is_given and fullest.moment == "generation"
+    takes_all = sized and found.left < GIB // 10
     if found.fits:
         left = "the KV cache takes what is free" if takes_all else f"{_gib(found.left)} GiB are left"
         line = f"Fits: {where} is fullest: {_gib(fullest.bytes)} of {room}; {left}."

@@ -2,7 +2,7 @@
 
     free = autos(read_tree("my.yaml"))         {"actor": {"tensor_parallel_size", ...}, "engine": {"kv_cache_gib"}}
 
-`planning.auto` chooses the values.
+`automap.auto` chooses the values.
 """
 
 import copy

@@ -29,10 +29,10 @@ class EnvironmentConfig(_OfClass):
 
     agent: FunctionName | None = None
     """An agent that speaks to an OpenAI-compatible URL: `async def run(base_url, row)`, as package.module:function."""
-    verifiers: PathText | None = None
+    verifiers: Annotated[PathText, Field(min_length=1)] | None = None
     """An environment of the package verifiers, by the name of the taskset's module. A row has a task's number in the
     column task."""
-    python: PathText | None = None
+    python: Annotated[PathText, Field(min_length=1)] | None = None
     """The Python in whose environment verifiers 0.4 and the taskset are installed. Only with verifiers."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the class, or more of the agent's; with verifiers the environment's config."""

@@ -30,7 +30,7 @@ class LoraConfig(Section):
     experts and the output layer. null: all-linear, or those of adapter_path."""
     exclude_modules: Annotated[tuple[ModuleName, ...], BeforeValidator(_named)] = ()
     """Linear layers without an adapter, of those in target_modules."""
-    adapter_path: ModelText | None = None
+    adapter_path: Annotated[ModelText, Field(min_length=1)] | None = None
     """A directory of PEFT, its name on the Hub, or a role in a checkpoint with adapters, that the adapters begin with.
     null: new ones, which change nothing."""
 

@@ -1,5 +1,5 @@
 """What this process last asked of each process group, and how long it has waited: for a report of a hang, which must
-say who waits for whom, and for the metrics (`hybridflow.parallel.collectives`).
+say who waits for whom, and for the metrics (`WaitingTime`).
 
 Every collective that Python starts (torch.distributed, megatron, vLLM) calls a method of
 `torch._C._distributed_c10d.ProcessGroup`. Those methods are replaced, in this place alone, by ones that note the call

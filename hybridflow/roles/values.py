@@ -110,7 +110,9 @@ def _check_head(placed: PlacedModel) -> None:
     """Without the head's weight the model would score everything 0; a critic may start so."""
     name = VALUE_HEAD.hf[0]
     if name not in open_checkpoint(placed.spec.path, placed.spec):
-        raise CheckpointError(f"{placed.name}.model = {placed.spec.path} has no {name}: give a classification model")
+        raise CheckpointError(
+            f"{placed.name}.model = {placed.spec.path} has no {name}: each score would be 0. Give a model that scores"
+        )
 
 
 def _as_is(values: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:

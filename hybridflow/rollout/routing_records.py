@@ -287,7 +287,10 @@ class RoutingRecords:
         ids, lengths = batch.record_ids.tolist(), batch.lengths.tolist()
         starts = _starts_in_records(ids, lengths)
         recorded = self._of_rows(ids, [row for row in rows if ids[row] >= 0])
-        parts = {row: experts[starts[row] : starts[row] + lengths[row]] for row, experts in recorded.items()}
+        parts = {}
+        for row, experts in recorded.items():
+            start = starts[row] % max(len(experts), 1)  # a batch may have a row more than once
+            parts[row] = experts[start : start + lengths[row]]
         return RowExperts(
             {row: parts.get(row) for row in rows}, self._nothing(0), batch.lengths, layers=self._own_layers
         )

@@ -134,7 +134,10 @@ class Branch(Written):
         self.add(token_ids, version)
 
     def add_experts(self, experts: Tensor) -> None:
-        """Of a request that began with the first token: tokens that an earlier request has read keep theirs."""
+        """Of a request that began with the first token. Tokens that an earlier request has read keep theirs.
+
+        Also where that record is 0, since the engine had lost it: the later request has other weights.
+        """
         known = sum(map(len, self.experts))
         self.experts.append(experts[known:].clone() if known else experts)  # what was read again does not stay
 

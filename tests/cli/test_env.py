@@ -30,7 +30,8 @@ def test_with_cuda_they_stay(torch_here: str) -> None:
 
 
 def test_a_cublas_of_torchs_beside_transformer_engine_is_replaced_by_the_command_that_is_told() -> None:
-    [least] = pinned(OVER).values()
+    [(package, least)] = pinned(OVER).items()
+    assert package == "nvidia-cublas"
     found = {"torch": "2.13.0+cu130", "transformer-engine": "2.16.1", "nvidia-cublas": "13.1.1.3"}
     assert advice(found)[-1] == f"    pip install --no-deps nvidia-cublas=={least}"
     assert advice(found | {"nvidia-cublas": least}) == advice(found | {"transformer-engine": "2.12.0"}) == []

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -375,3 +376,21 @@ def test_a_file_has_what_it_gave(actor: str, dtype: str) -> None:
 def test_tensors_without_records_stay_as_they_are() -> None:
     world, tensors = world_of(ACTORS["tp"], SIZES["uint8"]), rollout().tensors()
     assert world.records[0].portable(tensors) == tensors
+
+
+def test_a_row_that_a_batch_has_twice_has_its_experts_twice() -> None:
+    """And branches of a row, which are read apart, have their parts of the row's record."""
+    sizes, batch = SIZES["uint8"], rollout()
+    experts = experts_of(batch, sizes, 1)
+    world: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
+    records = RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=world, replicas=None)
+    batch = records.take(batch, experts)
+    twice = records.of_rows(batch.select(torch.tensor([1, 1, 4])), [0, 1, 2])
+    of_row = experts.split(batch.lengths.tolist())
+    for row, expected in enumerate((of_row[1], of_row[1], of_row[4])):
+        assert torch.equal(twice.experts[row], expected)
+    starts = torch.zeros(len(batch.input_ids), dtype=torch.bool)
+    starts[batch.lengths[0] + 4] = True  # row 1 has two sequences, of 4 and 5 tokens
+    apart = records.of_rows(replace(batch, branch_starts=starts).by_branch(), [1, 2, 3])
+    for row, expected in ((1, of_row[1][:4]), (2, of_row[1][4:]), (3, of_row[2])):
+        assert torch.equal(apart.experts[row], expected)

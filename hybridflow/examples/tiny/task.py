@@ -5,7 +5,7 @@ seconds, and a half-trained model makes a graded variety of mistakes (single dig
 head-room that reinforcement learning then uses. Whether a digit is right depends on one digit of the prompt alone:
 that is what a score at the last token can teach a small reward model in minutes.
 
-Everything here is strings and `random.Random`; what needs a network lives in `tiny_models.py`.
+Everything here is strings and `random.Random`; what needs a network lives in `models.py`.
 
 With tools a question is "47*29": the model asks for `multiply` with 47 and 29, reads 1363, and says 1363. No tiny model
 knows products. A half-trained one writes the form of a call and copies half of the digits wrong.
