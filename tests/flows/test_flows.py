@@ -245,7 +245,7 @@ def test_a_reward_model_without_a_head_is_refused(records, root):
     """It would score everything 0."""
     assert records["headless_reward"]["error"] == (
         like(
-            f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: give a "
-            "classification model"
+            f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: each score "
+            "would be 0. Give a model that scores"
         )
     )
