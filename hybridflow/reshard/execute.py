@@ -347,13 +347,13 @@ class _Staging:
         self.release()
 
     def allocate(self) -> int:
-        """Bytes more."""
+        """The bytes by which the rank's memory grows."""
         for memory in self._memories:
             memory.map()
         return sum(memory.size for memory in self._memories)
 
     def release(self) -> int:
-        """Bytes more: a negative number."""
+        """The bytes by which the rank's memory grows: a negative number."""
         for memory in self._memories:
             memory.unmap()
         return -sum(memory.size for memory in self._memories)
