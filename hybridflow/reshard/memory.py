@@ -82,7 +82,10 @@ class ReleasableStorage:
         self._size, self._gaps = self._storage.nbytes(), _gaps(weights)
 
     def allocate(self) -> int:
-        """The bytes by which the rank's memory grows. What lies between the weights is zero, as it was; the weights are for others to fill."""
+        """The bytes by which the rank's memory grows.
+
+        What lies between the weights is zero, as it was; the weights are for others to fill.
+        """
         self._storage.resize_(self._size)
         for gap in self._gaps:
             gap.zero_()
