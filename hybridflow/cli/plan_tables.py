@@ -54,7 +54,8 @@ def _print_short(plan: "Report", console: Console) -> None:
     if "reshard" in plan:
         received = plan["reshard"]["received_bytes"]
         moved = f"a rank receives {_bytes(received['max'])} at most" if received["max"] else "nothing moves"
-        console.print(Text(f"{plan['kv_cache']['line']}."))
+        for line in ("line", "long_line"):
+            console.print(Text(f"{plan['kv_cache'][line]}."))
         console.print(Text(f"Weight sync: {moved}, all ranks {_bytes(received['total'])}."))
     notes = *plan["adapters"], *(f"{note}." for note in plan.get("rollout_notes", ()))
     for note in (*notes, _checkpoint_line(plan["checkpoint"])):

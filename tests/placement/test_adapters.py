@@ -106,8 +106,14 @@ def test_a_directory_of_peft_says_all(root: Path, tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"target_modules": []}, "target_modules = []: names no linear layer"),
-        ({"adapter_path": "x", "target_modules": ["q_proj"]}, "target_modules = ['q_proj']: the adapters of"),
-        ({"adapter_path": "x", "exclude_modules": ["q_proj"]}, "exclude_modules = ['q_proj']: the adapters of"),
+        (
+            {"adapter_path": "x", "target_modules": ["q_proj"]},
+            "target_modules = [q_proj] cannot go with adapter_path = x: the adapters of",
+        ),
+        (
+            {"adapter_path": "x", "exclude_modules": ["q_proj"]},
+            "exclude_modules = [q_proj] cannot go with adapter_path = x: the adapters of",
+        ),
         ({"rank": 0}, "rank"),
         ({"alpha": 0}, "alpha"),
         ({"target_modules": [""]}, "target_modules"),
