@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config.length_buckets import always
 from hybridflow.cpu.engine import decoder, decoding, patches
+from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.language_model import LanguageModel
 from hybridflow.trainers.online import OnlineTrainer
@@ -56,6 +57,7 @@ def wrong_parameters(trainer: OnlineTrainer) -> list[str]:
     Of a model whose embeddings are not tied. Collective over the world.
     """
     actor, world = trainer.roles.actor, dist.group.WORLD
+    _wait_for_gathers(actor)
     box = [whole(actor, lambda p: p.data)]  # of float32, exact
     dist.broadcast_object_list(box, src=actor.grid.layout.ranks[0], group=world)
     with trainer.source.engine.awake():
@@ -63,6 +65,14 @@ def wrong_parameters(trainer: OnlineTrainer) -> list[str]:
     everyone: list[list[str]] = [[]] * trainer.platform.world_size
     dist.all_gather_object(everyone, own, group=world)
     return [f"rank {rank}: {name}" for rank, names in enumerate(everyone) for name in names]
+
+
+def _wait_for_gathers(actor: Actor) -> None:
+    """Wait for the gathers of the last step, and leave their handles for the hand-off, which must wait by itself."""
+    for chunk in actor.training_model.chunks if actor.training_model is not None else []:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
 
 
 def _wrong_parameters(trainer: OnlineTrainer, tensors: dict[str, Tensor]) -> list[str]:
