@@ -12,8 +12,8 @@ keys change. The search is that of `automap.search`, on the one placement that t
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.automap.device import DeviceProfile
@@ -61,10 +61,19 @@ def config_of_tree(tree: Mapping[str, Any], source: object) -> AnyConfig:
     return config_class(neutral).from_tree(neutral, str(source))
 
 
-def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Facts) -> Resolved:
-    """Errors: ConfigError where the rest of the config is wrong, or nothing fits, with the least that would."""
+def resolve(
+    tree: Mapping[str, Any],
+    source: object,
+    world_size: int,
+    facts: Facts,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> Resolved:
+    """say: is given a line every few seconds.
+
+    Errors: ConfigError where the rest of the config is wrong, or nothing fits, with the least that would."""
     free, config = autos(tree), config_of_tree(tree, source)
-    request = request_of(config, free, world_size, facts)
+    request = replace(request_of(config, free, world_size, facts), say=say)
     found = search(request)
     if not found.plans:
         raise ConfigError(f"{source}: " + "\n".join(why_nothing_fits(found, facts.what)))

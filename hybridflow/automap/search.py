@@ -16,11 +16,11 @@ take the longest of them, as there, but what all ranks wait for is added up; bra
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Choice, Counts
 from hybridflow.automap.device import DeviceProfile
@@ -31,18 +31,20 @@ from hybridflow.automap.placements import Placement, placements
 from hybridflow.automap.timing import Prediction, Work, predict, work_of
 from hybridflow.config.auto import ENGINE
 from hybridflow.config.kinds import AnyConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.ranks import shown
+from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.margin import least_margin
-from hybridflow.placement.placed import PlacedModels, adapted, place
+from hybridflow.placement.placed import PlacedModels, check_models, place
+from hybridflow.placement.verdict import changed, verdict
 
 SHOWN = 10
 MOST_KEPT = 320  # choices that are timed in full, at most
 SEARCHED = 0.75  # of the seconds: placements; the rest times in full what is kept
+SAID_EVERY = 5.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class SearchRequest:
     seconds: float = float("inf")  # to search
     shown: int = SHOWN
     first: bool = False  # the first that fits will do
+    say: Callable[[str], None] = lambda line: None  # is given a line every few seconds
 
     @property
     def iteration(self) -> Work:
@@ -80,7 +83,7 @@ class SearchedPlan:
     placed: PlacedModels
     prediction: Prediction
     fullest: Fullest
-    choice: Choice | None = None  # None: the config as given
+    choice: Choice | None = None  # None: the config as given, or as `hybridflow plan` suggests
 
     @property
     def seconds(self) -> float:
@@ -133,10 +136,12 @@ class _Search:
         self.begun = time.monotonic()
         self.until, self.searched_until = (self.begun + share * request.seconds for share in (1.0, SEARCHED))
         self.untimed = 0  # of the choices kept last
+        self.doing, self.said = "", self.begun
         self.counts = Counts()
         self.plans: dict[Any, SearchedPlan | None] = {}
 
     def run(self) -> Found:
+        given, mended, why_not = self._given()
         branches = self._bounded()
         kept = self.request.shown + max(2, self.request.shown // 4)
         while True:
@@ -148,7 +153,9 @@ class _Search:
             if closed or self.request.first or kept >= MOST_KEPT or time.monotonic() > self.searched_until:
                 break
             kept *= 2
-        given, why_not = self._given()
+        known = {plan.config.to_yaml() for plan in plans}
+        plans += [plan for plan in mended if plan.config.to_yaml() not in known]
+        plans.sort(key=lambda plan: plan.seconds)
         if given is not None and (not plans or given.seconds < plans[0].seconds):
             plans = [given, *plans]
         return Found(
@@ -195,19 +202,32 @@ class _Search:
         for i, each in enumerate(branches):
             if each.floor >= best.limit and not self.exhaustive:
                 return best, 0, bounded + len(branches) - i
-            if time.monotonic() > self.searched_until:
+            self.doing = f"placement {i + 1} of {len(branches)}"
+            if self._late():
                 return best, len(branches) - i, bounded
             if each.bound >= best.limit and not self.exhaustive:
                 bounded += 1
-            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.searched_until):
+            elif not each.search(best, self.counts, exhaustive=self.exhaustive, late=self._late):
                 return best, len(branches) - i, bounded
         return best, 0, bounded
+
+    def _late(self) -> bool:
+        """Whether the time for placements has run out; says how far the search is, every few seconds."""
+        now, request = time.monotonic(), self.request
+        if now > self.said + SAID_EVERY:
+            self.said = now
+            request.say(
+                f"search on {counted(request.world_size)} of {gib(request.memory_bytes)} GiB: {self.doing}, "
+                f"{self.counts.branches:,} branches, {now - self.begun:.0f} s"
+            )
+        return now > self.searched_until
 
     def _timed(self, best: Best) -> list[SearchedPlan]:
         """In the order of their predicted seconds. Once time has run out, no more than one that fits."""
         found: list[SearchedPlan] = []
-        self.untimed = 0
+        self.untimed, self.doing = 0, "full timings"
         for choice in best.sorted():
+            self._late()
             if choice.key not in self.plans:
                 if found and time.monotonic() > self.until:
                     self.untimed += 1
@@ -226,18 +246,31 @@ class _Search:
             return None
         return plan if plan.fullest.needed <= self.request.memory_bytes else None
 
-    def _given(self) -> tuple[SearchedPlan | None, str]:
-        if self.request.free is not None:
-            return None, "is not complete"
-        if self.request.refused:
-            return None, self.request.refused
+    def _given(self) -> tuple[SearchedPlan | None, list[SearchedPlan], str]:
+        """The config as given where it fits; else what fits of `hybridflow plan`'s suggestions, and why it does not."""
+        request = self.request
+        if request.free is not None:
+            return None, [], "is not complete"
+        if request.refused:
+            return None, [], request.refused
         try:
-            plan = plan_of(self.request.config, self.request, None)
+            plan = plan_of(request.config, request, None)
         except ConfigError as error:
-            return None, str(error)
-        if plan.fullest.needed <= self.request.memory_bytes:
-            return plan, ""
-        return None, f"holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+            return None, [], str(error)
+        if plan.fullest.needed <= request.memory_bytes:
+            return plan, [], ""
+        why_not = f"holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+        return None, [] if request.first else self._mended(plan.placed), why_not
+
+    def _mended(self, placed: PlacedModels) -> list[SearchedPlan]:
+        found = verdict(placed, self.request.memory_bytes)
+        together = [found.together] if found.together and found.ranks is None else []
+        plans = []
+        for changes in [(each,) for each in found.alone] or together:
+            run = changed(placed, changes, self.request.memory_bytes)
+            assert run is not None, "what is suggested can be placed"
+            plans.append(plan_of(run.config, self.request, None))
+        return plans
 
 
 def gib(num_bytes: float) -> str:
@@ -245,9 +278,11 @@ def gib(num_bytes: float) -> str:
 
 
 def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
-    """By role. Errors: CheckpointError where a model has no config.json."""
-    read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
-    return {name: adapted(name, role, read[role.model], config.seed) for name, role in config.roles().items()}
+    """By role. Errors: ConfigError with all reasons that no layout mends."""
+    reasons = Reasons()
+    specs = check_models(config, reasons)
+    reasons.refuse()
+    return specs
 
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:

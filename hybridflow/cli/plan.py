@@ -134,8 +134,10 @@ def _search(options: argparse.Namespace) -> None:
     from hybridflow.automap.timing import work_of
     from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
+    from hybridflow.cli.refusals import check_before_search
     from hybridflow.trainers.auto import facts_by
 
+    missing = check_before_search(config)
     facts = facts_by(_profile(options, tree), _memory(options))
     config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
@@ -152,6 +154,7 @@ def _search(options: argparse.Namespace) -> None:
         source=str(options.config),
         work=work,
         refused=refused,
+        missing=missing,
     )
 
 
@@ -263,6 +266,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.profile or options.memory_gib or config.device_profile:
         config = on_devices_of(config, facts)
     config = with_lengths(config, options.response_tokens)
+    config.check_own_directory()
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)

@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.cli.command import as_typed
+from hybridflow.cli.plan_tables import print_missing
 from hybridflow.cli.plan_verdict import on_devices_of
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import ConfigError
@@ -57,13 +59,15 @@ def print_search(
     source: str,
     work: "Work",
     refused: str,
+    missing: Sequence[str],
 ) -> None:
-    """refused: see `SearchRequest`.
+    """refused: see `SearchRequest`. missing: why this machine cannot train the config, a line each.
 
     Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written.
     """
     from hybridflow.automap.auto import why_nothing_fits
     from hybridflow.automap.search import SearchRequest, known_of, search
+    from hybridflow.trainers.auto import say
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
@@ -75,6 +79,7 @@ def print_search(
         work=work,
         refused=refused,
         seconds=FIRST_SHARE * seconds,
+        say=say,
     )
     known = known_of(request)
     found = search(request, known=known)
@@ -82,6 +87,7 @@ def print_search(
         raise ConfigError("\n".join(why_nothing_fits(found, facts.what, until=began + seconds)))
     console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
     console.print(Text(f"{_lengths(work)}\n"))
+    print_missing(missing, console)
     console.print(_plans_table(found))
     for line in _distinguished(found):
         console.print(Text(line))

@@ -33,15 +33,20 @@ def print_plan(plan: "Report", console: Console, *, whole: bool) -> None:
         _print_tables(plan, console)
     else:
         _print_short(plan, console)
-    if plan.get("missing"):
-        console.print(Text("Sizes alone are planned: hybridflow train would refuse this config here:"))
-        for line in plan["missing"]:
-            console.print(Text(f"  {line}"), soft_wrap=True)
+    print_missing(plan.get("missing", ()), console)
     if "time" in plan:
         from hybridflow.cli.plan_time import print_time
 
         print_time(plan["time"], console)
     console.print(Text(plan["verdict"]["line"]), soft_wrap=True)
+
+
+def print_missing(missing: Sequence[str], console: Console) -> None:
+    """Why this machine cannot train a config of sizes alone."""
+    if missing:
+        console.print(Text("Sizes alone are planned: hybridflow train would refuse this config here:"))
+        for line in missing:
+            console.print(Text(f"  {line}"), soft_wrap=True)
 
 
 def _print_short(plan: "Report", console: Console) -> None:

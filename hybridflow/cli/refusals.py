@@ -10,6 +10,7 @@ The number of ranks of this host that a run is started on is chosen here too.
 from pathlib import Path
 from typing import Any
 
+from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.auto import autos
@@ -25,7 +26,7 @@ from hybridflow.errors import ConfigError, DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
 from hybridflow.parallel.platform import prepare_imports
-from hybridflow.placement.placed import check_output_dir, place
+from hybridflow.placement.placed import check_models, check_output_dir, place
 from hybridflow.rewards.specs import check_columns, check_row, pool_specs
 from hybridflow.user_code import load_function, search_beside
 
@@ -69,6 +70,39 @@ def note_missing(config: AnyConfig, reasons: Reasons) -> None:
             reasons.collect(check_environment, config)
         if isinstance(config.algorithm, Custom):
             reasons.collect(load_function, config.algorithm.flow, "algorithm.flow")
+    if not reasons.lines:
+        _note_unreadable(config, reasons)
+
+
+def check_before_search(config: AnyConfig) -> list[str]:
+    """What `missing_here` says. Errors: ConfigError with all reasons that no layout mends, a line each."""
+    missing = missing_here(config)
+    reasons = Reasons()
+    check_models(config, reasons)
+    if not missing:
+        note_missing(config, reasons)
+    reasons.refuse()
+    return missing
+
+
+def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
+    """Note what the ranks would refuse as they read headers of weights, the tokenizer, and rows by it."""
+    from hybridflow.data.inputs import check_ends  # these load transformers, for seconds
+    from hybridflow.data.same_tokens import tokenizer_notes
+    from hybridflow.data.tokenizers import load_tokenizer
+    from hybridflow.inspection.inputs import check_weights, first_rows
+
+    for path in dict.fromkeys(Path(role.model) for role in config.roles().values()):
+        reasons.collect(check_weights, path, read_spec(path))
+    tokenizer = reasons.collect(load_tokenizer, Path(config.trained.model))
+    if tokenizer is None:
+        return
+    reasons.collect(tokenizer_notes, config, tokenizer)
+    if isinstance(config, ExperimentConfig):
+        reasons.collect(check_ends, config, tokenizer, read_spec(config.trained.model).vocab_size)
+    for key, files in config.data.files_by_key.items():
+        if sum(file.stat().st_size for file in data_files(files, key)) <= MOST_BYTES:
+            reasons.collect(first_rows, key, config, tokenizer, num_rows=NUM_ROWS)
 
 
 def missing_here(config: AnyConfig) -> list[str]:

@@ -14,6 +14,7 @@ from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
+from hybridflow.data.sources import Files
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import decoded, load_tokenizer
 from hybridflow.data.understood import example_summary, taught_end
@@ -61,7 +62,7 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
     Errors: DataError, CheckpointError naming file, field and rule.
     """
     tokenizer, heldout = load_tokenizer(Path(config.trained.model)), config.data.heldout
-    inputs = FixedInputs(
+    return FixedInputs(
         tokenizer,
         train=load_rows(config.data.train, tokenizer, config, vocab_size),
         heldout=load_rows(  # which is used as a whole anyway
@@ -71,11 +72,15 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
         else None,
         tokenizers=tokenizer_notes(config, tokenizer),
     )
-    if isinstance(config.algorithm, KTO):
-        for key, rows in inputs.rows_by_key.items():
-            if len(rows) < 2:
-                raise DataError(f"{key}: holds one row; kto compares each prompt with the completion of another")
-    return inputs
+
+
+def first_examples(
+    key: str, config: FixedDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, num_rows: int
+) -> tuple[Files, int]:
+    """The files of a key, and how many of their first rows could be read as a run reads them. Errors: DataError."""
+    found = load_rows(config.data.files_by_key[key], tokenizer, config, vocab_size, key=key, checked_bytes=0)
+    drawn = found.draw(found.order(0, False), min(num_rows, len(found)))
+    return found.rows.files, len(drawn.numbers)
 
 
 def load_rows(
@@ -88,7 +93,7 @@ def load_rows(
     checked_bytes: int | None = None,
 ) -> ExampleDataset:
     """The rows of files as the config's algorithm takes them; `checked_bytes` in place of what the config says."""
-    return load_examples(
+    rows = load_examples(
         files,
         tokenizer,
         kind=config.algorithm.kind,
@@ -103,3 +108,6 @@ def load_rows(
         checked_bytes=config.data.checked_bytes if checked_bytes is None else checked_bytes,
         key=key,
     )
+    if isinstance(config.algorithm, KTO) and len(rows) < 2:
+        raise DataError(f"{key}: holds one row; kto compares each prompt with the completion of another")
+    return rows

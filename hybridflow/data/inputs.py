@@ -150,6 +150,38 @@ def train_prompts(
     return prompts, ends, by_template
 
 
+def check_ends(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Whether the model has what ends a response. Errors: ConfigError, CheckpointError."""
+    path = Path(config.actor.model)
+    _check_sampled_ids(config.sampling, vocab_size, path)
+    end_tokens(path, tokenizer, vocab_size, template=False)
+
+
+def first_prompts(
+    key: str, config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, num_rows: int
+) -> tuple[Files, int]:
+    """The files of a key, and how many of their first rows could be read as a run reads them.
+
+    An environment begins no row here: where it makes the prompts, files alone are read. Errors: as `load_inputs`.
+    """
+    data = config.data
+    files = open_files(data.files_by_key[key], key)
+    if data.environment is not None and data.environment.begins_rows:
+        return files, 0
+    prompts = _prompts(
+        key,
+        files,
+        tokenizer,
+        data,
+        renders(data, files if key == "data.train" else open_files(data.train, "data.train")),
+        vocab_size=vocab_size,
+        environment=None,
+        check=partial(check_row, config, key),
+        checked_bytes=0,
+    )
+    return files, len(prompts.draw(prompts.order(0, False), min(num_rows, len(prompts))).numbers)
+
+
 def _prompts(
     key: str,
     files: DataFiles | Files,
@@ -160,8 +192,10 @@ def _prompts(
     vocab_size: int,
     environment: EnvironmentInputs | AgentInputs | None,
     check: Callable[[Mapping[str, Any]], None],
+    checked_bytes: int | None = None,
 ) -> PromptDataset:
-    texts = data.chat_template is not None or environment is not None
+    """checked_bytes: None for those of the config."""
+    texts = data.chat_template is not None or data.environment is not None
     return load_prompts(
         files,
         tokenizer,
@@ -173,7 +207,7 @@ def _prompts(
         bad_rows=data.bad_rows,
         columns=data.columns,
         template=TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts),
-        checked_bytes=_checked_bytes(key, data),
+        checked_bytes=_checked_bytes(key, data) if checked_bytes is None else checked_bytes,
         key=key,
         check=check,
         **({} if environment is None else environment.hooks(key)),

@@ -14,19 +14,14 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.data.digests import class_digests, function_digests
 from hybridflow.data.environment import check_environment
-from hybridflow.data.fields import rename_fields
-from hybridflow.data.first_rows import renders
-from hybridflow.data.fixed_inputs import load_rows
-from hybridflow.data.prompt_texts import prompt_text
-from hybridflow.data.rows import Row, RowError, attempt
+from hybridflow.data.fixed_inputs import first_examples
+from hybridflow.data.inputs import first_prompts
 from hybridflow.data.same_tokens import check_tokenizers
-from hybridflow.data.sources import open_files
-from hybridflow.data.templates import ChatTemplate, TemplateOptions
+from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer, tokenizer_digest, unlike_its_file
 from hybridflow.errors import CheckpointError, UserError
 from hybridflow.inspection.findings import Finding
@@ -67,15 +62,11 @@ def _inspections(
     yield "tokenizer", THERE, partial(_tokenizer, Path(config.trained.model), tokenizers)
     if len(config.roles()) > 1:
         yield "tokenizers", "take models that read the same tokens", partial(_same_tokens, config)
-    files = config.data.files_by_key
+    for key in config.data.files_by_key:
+        if tokenizers:
+            yield key, THERE, partial(_rows, key, config, tokenizers)
     if isinstance(config, FixedDataConfig):
-        for key, file in files.items():
-            if tokenizers:
-                yield key, THERE, partial(_examples, key, file, config, tokenizers)
         return
-    for key, file in files.items():
-        if tokenizers or config.data.chat_template is False:
-            yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     if config.data.environment is not None:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
         yield config.data.environment.field, where, partial(_environment, config)
@@ -85,13 +76,17 @@ def _inspections(
         yield f"functions {', '.join(names)}", where, partial(_user_functions, config)
 
 
-def _model(path: Path) -> Inspected:
-    spec = read_spec(path)
+def check_weights(path: Path, spec: ModelSpec) -> set[Path]:
+    """The files of a model's weights; their headers alone are read. Errors: CheckpointError for a missing tensor."""
     weights = open_checkpoint(path, spec)
     lacking = [name for name in _names(spec) if name not in weights]
     if lacking:
         raise CheckpointError(f"{path}: no tensor {lacking[0]}, and {len(lacking) - 1} more that config.json asks for")
-    files = {weights.file_of(name) for name in _names(spec)}
+    return {weights.file_of(name) for name in _names(spec)}
+
+
+def _model(path: Path) -> Inspected:
+    files = check_weights(path, read_spec(path))
     size = sum(file.stat().st_size for file in files)
     digest = digest_files([path / "config.json"], path).hex()
     return f"{path}: {counted(len(files), 'file')} of weights, {size / 1e9:,.2f} GB", {f"config.json of {path}": digest}
@@ -114,37 +109,17 @@ def _same_tokens(config: AnyConfig) -> Inspected:
     return "; ".join(check_tokenizers(config)) or "one for all models", {}
 
 
-def _prompts(
-    key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
-) -> Inspected:
-    data, files = config.data, open_files(named_files, key)
-    texts = data.chat_template is not None or data.environment is not None
-    options = TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts)
-    by_template = renders(data, files if key == "data.train" else open_files(data.train, "data.train"))
-    template = ChatTemplate(tokenizers[0], options) if by_template else None
-
-    def check(row: Row) -> None:
-        if row.problem is not None:
-            raise row.problem
-        own = rename_fields(row, data.columns)
-        if data.environment is None or not data.environment.begins_rows:
-            prompt_text(own, data.prompt_key, template)
-
-    rows = files.rows_at(range(min(len(files), NUM_ROWS)))
-    for found in (attempt(check, row) for row in rows):
-        if isinstance(found, RowError) and data.bad_rows == "error":
-            raise found
-    return f"{', '.join(files.names)}: the first {len(rows)} rows are readable", {key: files.digest.hex()}
+def _rows(key: str, config: AnyConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
+    files, num_read = first_rows(key, config, tokenizers[0], num_rows=NUM_ROWS)
+    return f"{', '.join(files.names)}: the first {num_read} rows are readable", {key: files.digest.hex()}
 
 
-def _examples(
-    key: str, named_files: DataFiles, config: FixedDataConfig, tokenizers: list[PreTrainedTokenizerBase]
-) -> Inspected:
+def first_rows(key: str, config: AnyConfig, tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> tuple[Files, int]:
+    """The files of a key, and how many of their first rows could be read as a run reads them. Errors: UserError."""
     vocab_size = read_spec(config.trained.model).vocab_size
-    found = load_rows(named_files, tokenizers[0], config, vocab_size, key=key, checked_bytes=0)
-    rows = found.draw(found.order(0, False), min(NUM_ROWS, len(found))).items
-    names = ", ".join(found.rows.files.names)
-    return f"{names}: the first {len(rows)} rows are readable", {key: found.digest.hex()}
+    if isinstance(config, FixedDataConfig):
+        return first_examples(key, config, tokenizer, vocab_size, num_rows=num_rows)
+    return first_prompts(key, config, tokenizer, vocab_size, num_rows=num_rows)
 
 
 def _environment(config: ExperimentConfig) -> Inspected:

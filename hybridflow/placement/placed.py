@@ -160,14 +160,9 @@ def place(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> Pl
     reasons.collect(check_trackers, config.metrics)
     reasons.collect(config.check_traced_ranks, world_size)
     train = layouts.get("actor") if not reasons.lines else None
-    specs, engine = _specs(config, reasons), None
+    specs, engine = check_models(config, reasons), None
     for name, spec in specs.items():
-        _check_model(name, config.roles()[name], spec, reasons, cuda=has_cuda)
-        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys)
-        if "actor" in specs and not reencodes(config, name):
-            reasons.collect(spec.check_vocabulary, name, specs["actor"])
-    if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():
-        reasons.collect(_check_alike, specs["actor"], specs["reference"])
+        _check_cuts(name, config.roles()[name], spec, reasons, cuda=has_cuda)
     if isinstance(config, ExperimentConfig) and "actor" in specs:
         engine = _engine(config, specs["actor"], train, world_size, reasons, cuda=has_cuda)
     reasons.refuse()
@@ -232,9 +227,23 @@ def head_of(name: str) -> Head:
 # ------------------------------------------------------------------------------------------------ models
 
 
-def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons, *, cuda: bool) -> None:
-    """Whether the model suits its role and can be cut as it says, on however many ranks."""
-    reasons.collect(_check_head, name, spec)
+def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
+    """By role, those that can be read. What no layout mends is noted: heads, lengths, vocabularies, routing."""
+    specs = _specs(config, reasons)
+    for name, spec in specs.items():
+        reasons.collect(_check_head, name, spec)
+        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys)
+        if "actor" in specs and not reencodes(config, name):
+            reasons.collect(spec.check_vocabulary, name, specs["actor"])
+    if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():
+        reasons.collect(_check_alike, specs["actor"], specs["reference"])
+    if isinstance(config, ExperimentConfig) and "actor" in specs:
+        reasons.collect(_check_routing, config, specs["actor"])
+    return specs
+
+
+def _check_cuts(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons, *, cuda: bool) -> None:
+    """Whether the model can be cut as its role says, on however many ranks."""
     reasons.collect(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
     reasons.collect(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
     etp, key = config.expert_tensor_parallel_size, f"{name}.expert_tensor_parallel_size"
@@ -299,7 +308,6 @@ def _engine(
     train: of the actor; None where a layout is wrong.
     """
     _check_engine(config, actor, reasons)
-    reasons.collect(_check_routing, config, actor)
     placed = None if train is None else reasons.collect(_place_engine, config, actor, train, world_size)
     kv_cache = None if placed is None else reasons.collect(size_kv_cache, config, actor, *placed, cuda=cuda)
     return None if placed is None or kv_cache is None else (*placed, kv_cache)

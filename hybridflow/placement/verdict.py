@@ -124,7 +124,7 @@ def _in_turn(run: PlacedModels, layout: Sequence[Change], room: int, *, world_si
     not fit with all of them."""
     changes = dict(layout)
     for _ in range(MOST_TURNS):
-        after = _changed(run, tuple(changes.items()), room, world_size=world_size)
+        after = changed(run, tuple(changes.items()), room, world_size=world_size)
         if after is None:
             return None
         found = Verdict(fullest(after), room)
@@ -167,14 +167,17 @@ def _first_of_each(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 def _fits(run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
-    changed = _changed(run, changes, room, world_size=world_size)
-    return changed is not None and fullest(changed).needed <= room
+    after = changed(run, changes, room, world_size=world_size)
+    return after is not None and fullest(after).needed <= room
 
 
-def _changed(
+def changed(
     run: PlacedModels, changes: Sequence[Change], room: int, *, world_size: int | None = None
 ) -> PlacedModels | None:
-    """None: the config refuses it. Other sizes or ranks leave the number of replicas to follow from the ranks."""
+    """The run with other values; None where the config refuses these.
+
+    Other sizes or ranks leave the number of replicas to follow from the ranks.
+    """
     whole, ranks = dict(changes), world_size or run.world_size
     if ranks != run.world_size or any(key.endswith("tensor_parallel_size") for key in whole):
         whole |= {f"{name}.data_parallel_size": None for name in run.models}

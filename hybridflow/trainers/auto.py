@@ -7,6 +7,7 @@ the clock may find another layout on another rank. Without `auto` no rank waits 
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,11 @@ CPU_PROFILE, GPU_PROFILE = "cpu", "a100-80gb-sxm"  # where nothing is known of t
 BY_NAME = (("H200", "h200"), ("H100", "h100-sxm"), ("L40S", "l40s"), ("A100", "a100-80gb-sxm"))
 
 
+def say(line: str) -> None:
+    """How far a search is."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyConfig, tuple[str, ...]]:
     """The config, and what was chosen and why. Errors: ConfigError, on all ranks where nothing fits."""
     tree = read_tree(path, tuple(overrides))
@@ -45,7 +51,7 @@ def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if rank == 0:
         try:
             facts = facts_of(tree, min(int(store.get(f"memory/{other}")) for other in range(world_size)))
-            found = resolve(tree, path, world_size, facts)
+            found = resolve(tree, path, world_size, facts, say=say)
         except UserError as error:
             store.set("resolved", json.dumps({"error": str(error)}))
             raise
@@ -78,7 +84,7 @@ def resolved_for(
         return config_class(tree).from_tree(tree, path), ()
     if facts is None:
         facts = facts_of(tree, memory_here(world_size))
-    found = resolve(tree, path, world_size, facts)
+    found = resolve(tree, path, world_size, facts, say=say)
     return config_class(found.tree).from_tree(found.tree, path), found.lines
 
 

@@ -1,0 +1,155 @@
+"""What the ranks of a run refuse as they read tokenizer, rows and weights, `hybridflow plan` refuses too."""
+
+import ast
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.architecture.spec import read_spec
+from hybridflow.cli.refusals import check_here
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.kinds import AnyConfig, config_class
+from hybridflow.data.fixed_inputs import load_fixed_inputs
+from hybridflow.data.inputs import load_inputs
+from hybridflow.errors import ConfigError, UserError
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import ROOT
+
+CHAT = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role[0] }}{{ m.content }}{% endif %}{% endfor %}="
+USER, TOOL = ({"role": role, "content": "1"} for role in ("user", "tool"))
+ASKED = {"prompt": "1+2=", "answer": "3"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """rows: of the file of data.train, as text or to be written as JSON. data: more of the section. kind: algorithm."""
+
+    rows: tuple[Any, ...] = (ASKED,)
+    kind: str = "ppo"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None  # of the tokenizer
+    breaks: Callable[[Path], object] = lambda model: None  # is given the actor's directory
+
+
+def _without_tokenizer(model: Path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+def _with_ends(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": "no"}')
+
+
+def _without_weights(model: Path) -> None:
+    tree = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**tree, "num_hidden_layers": tree["num_hidden_layers"] + 1}))
+
+
+# by the reason under which a row is counted, and whatever else there is
+STARTS = {
+    "no object": Start(("[1]",)),
+    "not UTF-8": Start((b'{"prompt": "\xff"}',)),
+    "not JSON": Start(('{"prompt": ',)),
+    "no prompt": Start(({"question": "1"},)),
+    "empty": Start(({"prompt": ""},)),
+    "wrong type": Start(({"prompt": 3},)),
+    "too long": Start(({"prompt": "1" * 13},), data={"overlong_prompts": "error"}),
+    "unknown token": Start(({"prompt": [100_000]},)),
+    "no character": Start(('{"prompt": [{"role": "user", "content": "\\ud800"}]}',), template=CHAT),
+    "two of a name": Start(({"prompt": "1", "question": "2"},), data={"columns": {"prompt": "question"}}),
+    "other columns": Start((ASKED, {"prompt": "1"})),
+    "nothing to score by": Start(
+        ({"prompt": "1", "answer": None},),
+        more={"reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]}, "critic": None}
+        | {"algorithm": {"name": "rloo", "kl": {"use": "none"}, "update": {"mini_batch_size": 4}}, "reference": None}
+        | {"sampling": {"max_response_length": 8, "samples_per_prompt": 2}},
+    ),
+    "rendered already": Start(({"prompt": "</s>1"},), data={"chat_template": True}, template=CHAT),
+    "no template": Start(({"prompt": [USER]},)),
+    "not rendered": Start(({"prompt": [USER, TOOL]},), template=CHAT),
+    "tools": Start(({"prompt": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]},), template=CHAT),
+    "no template of pairs": Start(({"chosen": [USER], "rejected": [USER], "prompt": [USER]},), kind="dpo"),
+    "no assistant": Start(({"messages": [USER]},), kind="sft", template=CHAT),
+    "no chosen": Start(({"prompt": "1"},), kind="dpo"),
+    "no prompt of pairs": Start(({"chosen": "1", "rejected": "2"},), kind="dpo"),
+    "empty answer": Start(({"prompt": "1", "completion": ""},), kind="sft"),
+    "long example": Start(({"prompt": "1", "completion": "2" * 40},), kind="sft"),
+    "a label that is none": Start(2 * ({"prompt": "1", "completion": "2", "label": "yes"},), kind="kto"),
+    "one row of kto": Start(({"prompt": "1", "completion": "2", "label": True},), kind="kto"),
+    "stop token": Start(more={"sampling": {"max_response_length": 8, "stop_token_ids": [100_000]}}),
+    "no tokenizer": Start(breaks=_without_tokenizer),
+    "end token": Start(breaks=_with_ends),
+}
+# of turns, agents and tools, which come up as rows begin and go on; or of two runs of a template
+LATER = {"request", "window", "not started", "no column", "no tokens"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("starts") / "inputs")
+
+
+def config_of(start: Start, inputs: Path, tmp_path: Path) -> AnyConfig:
+    shutil.copytree(inputs, tmp_path / "inputs")
+    policy, rows = tmp_path / "inputs" / "policy", tmp_path / "rows.jsonl"
+    lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in start.rows]
+    rows.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    if start.template is not None:
+        (policy / "chat_template.jinja").write_text(start.template)
+    start.breaks(policy)
+    tree = json.loads(write_config(tmp_path / "config.yaml", tmp_path / "inputs").read_text())
+    tree["data"] |= {"train": str(rows), **start.data}
+    if start.kind != "ppo":
+        tree["data"] = {"train": str(rows), "batch_size": 2, "max_length": 24, **start.data}
+        tree = {key: tree[key] for key in ("name", "output_dir", "num_iterations", "data", "actor", "reference")}
+        tree |= {"algorithm": {"name": start.kind}}
+        del tree["actor"]["tensor_parallel_size"]
+        if start.kind == "sft":
+            del tree["reference"]
+    tree |= start.more
+    tree = {key: value for key, value in tree.items() if value is not None}
+    return config_class(tree).from_tree(tree, "config.yaml")
+
+
+def load(config: AnyConfig) -> None:
+    """As the ranks of a run."""
+    vocab_size = read_spec(config.trained.model).vocab_size
+    if isinstance(config, ExperimentConfig):
+        load_inputs(config, vocab_size)
+    else:
+        load_fixed_inputs(config, vocab_size)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_the_ranks_refuse_is_refused_before(name: str, inputs: Path, tmp_path: Path) -> None:
+    config = config_of(STARTS[name], inputs, tmp_path)
+    with pytest.raises(UserError) as of_ranks:
+        load(config)
+    with pytest.raises(ConfigError) as of_plan:
+        check_here(config, 2)
+    where = str(of_ranks.value).partition(": ")[0]  # the file and the line, or the key
+    assert where in str(of_plan.value) and len(str(of_plan.value).splitlines()) == 1, (of_ranks.value, of_plan.value)
+
+
+def test_every_reason_against_a_row_has_a_start() -> None:
+    calls = [
+        node
+        for file in sorted((ROOT / "hybridflow" / "data").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "RowError"
+    ]
+    reasons = {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
+    assert reasons - LATER <= STARTS.keys() and "not rendered" in reasons
+
+
+def test_a_tensor_that_is_missing_is_told_by_its_name(inputs: Path, tmp_path: Path) -> None:
+    """The ranks find it as they load the model, half a minute later."""
+    config = config_of(Start(breaks=_without_weights), inputs, tmp_path)
+    with pytest.raises(ConfigError, match=r"no tensor model\.layers\.\d+\.\S+, and \d+ more"):
+        check_here(config, 2)
