@@ -161,3 +161,11 @@ def test_epochs_are_whole_batches() -> None:
     with pytest.raises(ConfigError, match=r"data.batch_size = 8 is more than num_epochs x rows of data.train = 3 x 2"):
         config.iterations(2)
     assert FixedDataConfig.from_tree(tree(), "x.yaml").iterations(1000) == 3
+
+
+def test_a_micro_batch_of_no_given_size_holds_the_longest_row() -> None:
+    long = FixedDataConfig.from_tree(
+        tree(data={"train": "rows.jsonl", "batch_size": 8, "max_length": 131072}), "x.yaml"
+    )
+    assert long.actor.micro_batch_tokens == 131072 and "micro_batch_tokens: 131072" in long.to_yaml()
+    assert FixedDataConfig.from_tree(tree(), "x.yaml").actor.micro_batch_tokens == 16384

@@ -177,6 +177,7 @@ def test_every_key_of_theirs_names_ours(ours: str, theirs: str, note: str) -> No
         ("ds.load_in_4bit", "there is none here: the base model has actor.dtype, in the one copy of trainer and"),
         ("critic.lora_alpha", "here it is critic.lora.alpha"),
         ("actor.lora.r", "here it is actor.lora.rank"),
+        ("actor.lora.dora", "there is none here: an adapter is W x + scale B A x"),
         ("actor.lora.use_dora", "there is none here: an adapter is W x + scale B A x"),
         ("actor.lora.rnk", "did you mean rank?"),
         # ours first: a slip of the pen, a key that has moved, a key of another algorithm

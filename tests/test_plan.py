@@ -311,9 +311,16 @@ def test_all_reasons_are_told_at_once(errors) -> None:
     wrong = ("actor.tensor_parallel_size=4", "critic.pipeline_parallel_size=3", "critic.model=other_tokens")
     lines = errors(*wrong, "rollout.tensor_parallel_size=12")
     assert [line.partition(" = ")[0] for line in lines] == [
-        *("actor.tensor_parallel_size", "critic.pipeline_parallel_size", "critic.model"),
+        *("critic.model", "actor.tensor_parallel_size", "critic.pipeline_parallel_size"),
         "rollout.tensor_parallel_size",
     ]
+
+
+def test_a_model_that_another_run_will_write_is_planned_by_its_base(errors, plan) -> None:
+    *others, last = errors("actor.model=runs/dpo/hf")
+    assert any("runs/dpo/hf/config.json: no such file" in line for line in others)
+    assert last.endswith("give the base model of that run: actor.model=BASE")
+    assert plan("actor.model=small")["world_size"] == 1
 
 
 def test_an_engine_cut_like_the_actor_is_no_second_reason(errors) -> None:

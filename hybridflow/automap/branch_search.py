@@ -14,6 +14,7 @@ and the least of each role to come, is more than there is. The least of the role
 fastest options of these that the memory of a cell still holds, see `frontier`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,8 +83,8 @@ class BranchSearch:
             return sum(waits.values()) + max(generating, scoring + updating)
         return sum(waits.values()) + generating + scoring + updating
 
-    def search(self, best: Best, counts: Counts, *, exhaustive: bool, late: Callable[[], bool]) -> bool:
-        """Adds to `best`; whether the search ended before it was `late`.
+    def search(self, best: Best, counts: Counts, *, exhaustive: bool, until: float) -> bool:
+        """Adds to `best`; whether the search ended before `until`, a time of `time.monotonic`.
 
         exhaustive: memory alone ends a branch.
         """
@@ -94,7 +95,7 @@ class BranchSearch:
         for level in reversed(levels):
             left.append(left[-1].plus(least_of(level)))
         self._levels, self._left, self._frontiers = levels, left[::-1], self._frontiers_of(levels)
-        self._best, self._counts, self._exhaustive, self._late = best, counts, exhaustive, late
+        self._best, self._counts, self._exhaustive, self._until = best, counts, exhaustive, until
         ended = self._descend(0, nothing, {})
         self._levels, self._left, self._frontiers = [], [], []  # large, and there are many placements
         return ended
@@ -109,7 +110,7 @@ class BranchSearch:
 
     def _descend(self, depth: int, sums: Sums, chosen: Chosen) -> bool:
         """Through the options of the role at this depth, the most promising first; False: it is too late."""
-        if self._late():
+        if time.monotonic() > self._until:
             return False
         level = self._of.beside(self._levels[depth], chosen)
         here = sums.plus(level)

@@ -194,13 +194,17 @@ def shipped_profiles() -> tuple[str, ...]:
 
 
 def load_profile(path_or_name: str | Path) -> DeviceProfile:
-    """A shipped profile by name, or a file. Errors: ConfigError naming file, field, value and rule."""
-    named = PROFILES / f"{path_or_name}{SUFFIX}"
-    path = named if str(path_or_name) in shipped_profiles() else Path(path_or_name)
+    """A shipped profile by name or by what only this name begins with, or a file.
+
+    Errors: ConfigError naming file, field, value and rule.
+    """
+    names, given = shipped_profiles(), str(path_or_name)
+    begun = [name for name in names if name.startswith(given)]
+    if given not in names and len(begun) == 1 and not Path(given).exists():
+        (given,) = begun
+    path = PROFILES / f"{given}{SUFFIX}" if given in names else Path(path_or_name)
     if not path.exists():
-        raise ConfigError(
-            f"profile {path_or_name}: no such file, and none of that name is shipped: {', '.join(shipped_profiles())}"
-        )
+        raise ConfigError(f"profile {path_or_name}: no such file, and none of that name is shipped: {', '.join(names)}")
     tree = read_tree(path)  # JSON is YAML
     try:
         return DeviceProfile.model_validate(tree)

@@ -14,9 +14,11 @@ the KV cache are chosen, too; memory is the exact table and not a least number o
 take the longest of them, as there, but what all ranks wait for is added up; branches are cut by bounds, not all tried.
 """
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,7 +115,9 @@ def search(request: SearchRequest, *, known: EngineMemory | None = None, exhaust
 
     known: `known_of` a request that differs in ranks or memory alone: what is found of options serves both.
     """
-    return _Search(request, known=known, exhaustive=exhaustive).run()
+    began = _Search(request, known=known, exhaustive=exhaustive)
+    with _said_every(SAID_EVERY, began.line, request.say):
+        return began.run()
 
 
 def known_of(request: SearchRequest) -> EngineMemory:
@@ -129,6 +133,24 @@ def known_of(request: SearchRequest) -> EngineMemory:
     return EngineMemory(options)
 
 
+@contextlib.contextmanager
+def _said_every(seconds: float, line: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+    """A thread says `line` every so many seconds within the block."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(seconds):
+            say(line())
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class _Search:
     def __init__(self, request: SearchRequest, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
         self.request, self.exhaustive = request, exhaustive
@@ -136,7 +158,7 @@ class _Search:
         self.begun = time.monotonic()
         self.until, self.searched_until = (self.begun + share * request.seconds for share in (1.0, SEARCHED))
         self.untimed = 0  # of the choices kept last
-        self.doing, self.said = "", self.begun
+        self.doing = "bounds of placements"
         self.counts = Counts()
         self.plans: dict[Any, SearchedPlan | None] = {}
 
@@ -172,6 +194,12 @@ class _Search:
             seconds=time.monotonic() - self.begun,
         )
 
+    def line(self) -> str:
+        """How far the search is."""
+        ranks, room = counted(self.request.world_size), gib(self.request.memory_bytes)
+        seconds = time.monotonic() - self.begun
+        return f"search on {ranks} of {room} GiB: {self.doing}, {self.counts.branches:,} branches, {seconds:.0f} s"
+
     def _proven(self, shown: list[SearchedPlan], best: Best) -> bool:
         return len(shown) == self.request.shown and shown[-1].seconds <= best.limit
 
@@ -203,31 +231,19 @@ class _Search:
             if each.floor >= best.limit and not self.exhaustive:
                 return best, 0, bounded + len(branches) - i
             self.doing = f"placement {i + 1} of {len(branches)}"
-            if self._late():
+            if time.monotonic() > self.searched_until:
                 return best, len(branches) - i, bounded
             if each.bound >= best.limit and not self.exhaustive:
                 bounded += 1
-            elif not each.search(best, self.counts, exhaustive=self.exhaustive, late=self._late):
+            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.searched_until):
                 return best, len(branches) - i, bounded
         return best, 0, bounded
-
-    def _late(self) -> bool:
-        """Whether the time for placements has run out; says how far the search is, every few seconds."""
-        now, request = time.monotonic(), self.request
-        if now > self.said + SAID_EVERY:
-            self.said = now
-            request.say(
-                f"search on {counted(request.world_size)} of {gib(request.memory_bytes)} GiB: {self.doing}, "
-                f"{self.counts.branches:,} branches, {now - self.begun:.0f} s"
-            )
-        return now > self.searched_until
 
     def _timed(self, best: Best) -> list[SearchedPlan]:
         """In the order of their predicted seconds. Once time has run out, no more than one that fits."""
         found: list[SearchedPlan] = []
         self.untimed, self.doing = 0, "full timings"
         for choice in best.sorted():
-            self._late()
             if choice.key not in self.plans:
                 if found and time.monotonic() > self.until:
                     self.untimed += 1

@@ -16,10 +16,11 @@ the line is of this machine's own memory, and the status is 0. --all prints all 
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,8 @@ def _search(options: argparse.Namespace) -> None:
     from hybridflow.cli.refusals import check_before_search
     from hybridflow.trainers.auto import facts_by
 
-    missing = check_before_search(config)
+    with _base_suggested(config):
+        missing = check_before_search(config)
     facts = facts_by(_profile(options, tree), _memory(options))
     config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
@@ -156,6 +158,21 @@ def _search(options: argparse.Namespace) -> None:
         refused=refused,
         missing=missing,
     )
+
+
+@contextlib.contextmanager
+def _base_suggested(config: RunConfig) -> Iterator[None]:
+    """A model may not be there yet: a refusal within the block then says what can be planned in its place."""
+    try:
+        yield
+    except ConfigError as error:
+        absent = [f"{name}.model=BASE" for name, role in config.roles().items() if not Path(role.model).exists()]
+        if not absent:
+            raise
+        raise ConfigError(
+            f"{error}\nfor a plan before another run has written a model, give the base model of that run: "
+            f"{' '.join(absent)}"
+        ) from error
 
 
 def _searchable(tree: dict[str, Any], source: str) -> tuple[AnyConfig, str]:
@@ -271,11 +288,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
         plan["missing"] = missing_here(config)
-        if not plan["missing"]:
-            check_here(config, world_size)
-        elif problem is not None:
+        if plan["missing"] and problem is not None:
             smallest_world_size(config)
-        placed = place(config, world_size)
+        with _base_suggested(config):
+            if not plan["missing"]:
+                check_here(config, world_size)
+            placed = place(config, world_size)
     else:
         given = parse_hosts(options.hosts)
         placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))

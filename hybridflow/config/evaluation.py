@@ -91,7 +91,7 @@ def bare_tree(
             "chat_template_kwargs": dict(chat_template_kwargs),
         },
         "sampling": {"max_response_length": max_tokens},
-        "actor": {"optimizer": {"lr": 0.0}, "micro_batch_tokens": max(prompt + max_tokens, 16384)},
+        "actor": {"optimizer": {"lr": 0.0}},
     }
 
 

@@ -163,7 +163,8 @@ class RoleConfig(LayoutConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number format of weights and activations."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward pass on one replica, at most. No less than the longest sequence."""
+    """Tokens of one forward pass on one replica, at most. Where it is not given, the longest sequence if that is longer
+    than the default. No less than the longest sequence."""
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
     token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"

@@ -342,8 +342,13 @@ class RunConfig(Section):
                 raise ValueError(f"{name}: {asker} has none: remove the section {name}, or set {name}=null")
 
     def check_budgets(self, longest: int, keys: str) -> None:
-        """Errors: ValueError for micro-batches below the longest sequence. keys: those that make it so long."""
+        """Let micro-batches of no given size hold the longest sequence.
+
+        keys: those that make it so long. Errors: ValueError for a given size below the longest sequence.
+        """
         for name, role in self.roles().items():
+            if "micro_batch_tokens" not in role.model_fields_set:
+                role.__dict__["micro_batch_tokens"] = max(role.micro_batch_tokens, longest)
             if role.micro_batch_tokens < longest:
                 raise ValueError(
                     f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "

@@ -31,7 +31,10 @@ def parse_hosts(text: str) -> list[HostRanks]:
     for part in text.split(","):
         found = re.fullmatch(r"([^=,]+)=([1-9][0-9]{0,6})", part)
         if not found:
-            raise ConfigError(f"hosts {text!r}: {part!r} is not NAME=NUMBER_OF_RANKS")
+            raise ConfigError(
+                f"hosts {text!r}: {part!r} is not NAME=N, a host and the number of the host's ranks. Name all hosts of "
+                "the run: worker-0=8,worker-1=8. A number of hosts goes with `hybridflow plan --search` alone"
+            )
         first = hosts[-1].ranks.stop if hosts else 0
         hosts.append(HostRanks(found[1], range(first, first + int(found[2]))))
     return hosts

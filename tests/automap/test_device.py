@@ -27,6 +27,14 @@ def test_a_measured_shape_has_its_own_rate_and_one_between_the_mean_of_logarithm
     assert rates.rate(at, 8, 8) == pytest.approx(exp((4 * log(100.0) + log(400.0)) / 5))
 
 
+def test_a_shipped_profile_has_the_name_that_it_alone_begins_with() -> None:
+    assert load_profile("h100").name == load_profile("h100-sxm").name and load_profile("l40").name == "L40S"
+    with pytest.raises(
+        ConfigError, match=r"profile h: no such file, and none of that name is shipped: .*h100-sxm, h200"
+    ):
+        load_profile("h")
+
+
 def test_a_peak_is_reached_by_large_products_and_half_at_half_size() -> None:
     rates = ProductRates(peak=1000.0, efficiency=0.8, half_size=10.0)
     assert rates.rate(10, 99, 99) == pytest.approx(400.0)

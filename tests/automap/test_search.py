@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 import hybridflow.automap.search as searching
+from hybridflow.automap import branch_search
 from hybridflow.automap.auto import why_nothing_fits
 from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Counts
@@ -19,7 +21,16 @@ from hybridflow.automap.device import load_profile
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.explained import differences, phase_changes
 from hybridflow.automap.options import everything
-from hybridflow.automap.search import Found, SearchedPlan, SearchRequest, _Search, least_that_fits, plan_of, search
+from hybridflow.automap.search import (
+    Found,
+    SearchedPlan,
+    SearchRequest,
+    _Search,
+    known_of,
+    least_that_fits,
+    plan_of,
+    search,
+)
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.cli.plan_search import _looked, ranks_per_host
@@ -183,7 +194,7 @@ def test_on_every_placement_the_count_is_never_below_the_table() -> None:
     for placement in whole._placements():
         best = Best(2)
         branches = BranchSearch(whole.options, placement, ENOUGH, engines)
-        assert branches.search(best, Counts(), exhaustive=False, late=lambda: False)
+        assert branches.search(best, Counts(), exhaustive=False, until=float("inf"))
         for plan in whole._timed(best):
             assert plan.choice is not None and plan.choice.bytes >= plan.fullest.bytes, placement
             seen.add(len(placement.groups))
@@ -259,7 +270,8 @@ def test_layouts_are_timed_until_time_runs_out(monkeypatch: pytest.MonkeyPatch) 
         clock.now += 10
         return plan_of(*arguments)
 
-    monkeypatch.setattr(searching, "time", clock)
+    for module in (searching, branch_search):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(searching, "plan_of", timed)
     found = search(request("config.yaml", 4, seconds=25.0))
     assert (len([plan for plan in found.plans if plan.choice]), found.untimed, found.closed) == (2, 10, False)
@@ -375,3 +387,36 @@ def test_hosts_of_a_search_are_a_number() -> None:
 def test_a_search_needs_a_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config.yaml", "--search"]) == 1
     assert capsys.readouterr().err == like("hybridflow.plan: error: --search: give --gpus, on how many devices\n")
+
+
+# ------------------------------------------------------------------------------------------------ before and beside
+
+
+def test_what_no_layout_mends_is_refused_before_the_search(directory: Path) -> None:
+    """All of it at once: a sequence beyond the positions, and a critic that cannot score."""
+    for name in ("small", "reward"):
+        file = directory / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 4}))
+    with pytest.raises(ConfigError) as raised:
+        known_of(request("config.yaml", 4))
+    assert str(raised.value).count("exceeds max_position_embeddings = 4") == 2
+
+
+def test_what_the_plan_suggests_is_tried_first() -> None:
+    """Without a second for the search: the config as given does not fit, as suggested it does."""
+    loose = search(request("config.yaml", 2, *NARROW, "actor.micro_batch_tokens=4096")).given
+    assert loose is not None
+    asked = request(
+        "config.yaml", 2, *NARROW, "actor.micro_batch_tokens=4096", memory_bytes=loose.fullest.needed - 1, seconds=0.0
+    )
+    found = search(asked)
+    assert found.given is None and found.unseen and found.plans
+    assert all(plan.fullest.needed <= asked.memory_bytes for plan in found.plans)
+
+
+def test_a_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "SAID_EVERY", 0.01)
+    lines: list[str] = []
+    search(request("config.yaml", 4, say=lines.append))
+    assert lines and lines[0].startswith("search on 4 ranks of 1.02e+03 GiB: ")
+    assert any(re.search(r"placement \d+ of \d+, [\d,]+ branches, \d+ s$", line) for line in lines)
