@@ -74,6 +74,8 @@ def example_rendering(
     names = [f"{name} ({data.columns[name]})" if name in data.columns else name for name in first.columns]
     has = f"columns {', '.join(names)} have" if len(names) > 1 else f"column {names[0]} has"
     how = f", {_by_template(record, template)}" if first.kind == CONVERSATIONS else " as they are"
+    if first.kind == TEXTS and tokenizer.chat_template is not None:
+        how += ": the chat template renders lists of messages alone"
     other = next((f"; {row.where} has {row.kind}" for row in looked_at if row.kind != first.kind), "")
     return Rendering(f"{has} {first.kind}{how}{other}", record)
 
@@ -146,8 +148,8 @@ def _record_of(row: _LookedAt, template: ChatTemplate, *, renders: bool) -> dict
     if row.kind == TOKEN_IDS:
         return {}
     if not renders:
-        special = template.tokenizer.all_special_tokens
-        return {} if any(token in value for value in values for token in special) else {ROWS: TEXTS}
+        special = filter(None, template.tokenizer.all_special_tokens)
+        return {} if any(token in value for token in special for value in values) else {ROWS: TEXTS}
     begins = next(filter(is_conversation, values), None)  # None: a text, which is the user's message
 
     def record(row: _LookedAt) -> dict[str, Any]:

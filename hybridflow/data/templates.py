@@ -143,7 +143,7 @@ class ChatTemplate:
     def _without_template(self) -> str:
         """What to do."""
         return (
-            f"a list of messages needs one. Put the template in {self.tokenizer.name_or_path}/{TEMPLATE_FILE}, or give "
+            f"messages need one. Put the template in {self.tokenizer.name_or_path}/{TEMPLATE_FILE}, or give "
             f"{self.options.model_key} a model that has a template"
         )
 

@@ -133,13 +133,14 @@ def rendering(path: Path, kind: Any = "sft", template: str | None = CHATML, **da
 
 
 BY = "rendered by the chat template of the tokenizer"
+TEXTS = "columns prompt, completion have texts as they are: the chat template renders lists of messages alone"
 
 
 @pytest.mark.parametrize(
     ("kind", "rows", "line"),
     [
         ("sft", [{"messages": [*ASKS, *SAYS]}], f"column messages has conversations, {BY}"),
-        ("sft", [{"prompt": "a", "completion": "b"}], "columns prompt, completion have texts as they are"),
+        ("sft", [{"prompt": "a", "completion": "b"}], TEXTS),
         ("sft", [{"prompt": [1], "completion": [2]}], "columns prompt, completion have token ids as they are"),
         (
             "pairs",
@@ -154,13 +155,15 @@ BY = "rendered by the chat template of the tokenizer"
         (
             "labelled",
             [{"prompt": "a", "completion": "b"}, {"prompt": ASKS, "completion": SAYS}],
-            "columns prompt, completion have texts as they are; {path}, line 2 has conversations",
+            TEXTS + "; {path}, line 2 has conversations",
         ),
     ],
 )
 def test_a_line_says_which_columns_are_rendered_and_how(kind: str, rows: Any, line: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *rows)
     assert rendering(path, kind).line == line.format(path=path)
+    if line == TEXTS:
+        assert rendering(path, kind, template=None).line == TEXTS.partition(":")[0]
 
 
 def test_a_line_names_the_file_of_the_template_its_arguments_and_columns_of_the_file(tmp_path: Path) -> None:
@@ -181,8 +184,8 @@ def test_a_tokenizer_without_a_template_is_an_error_with_the_file_and_the_key(tm
     with pytest.raises(DataError) as raised:
         load_examples(path, tokenizer, kind="sft", max_length=100, vocab_size=300)
     assert str(raised.value) == like(
-        f"{path}, line 1: messages: the tokenizer has no chat template: a list of messages needs one. Put the template "
-        "in base-model/chat_template.jinja, or give actor.model a model that has a template"
+        f"{path}, line 1: messages: the tokenizer has no chat template: messages need one. Put the template in "
+        "base-model/chat_template.jinja, or give actor.model a model that has a template"
     )
 
 
