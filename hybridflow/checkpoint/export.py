@@ -11,6 +11,7 @@ adapters as PEFT has them.
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.peft_directory import left_out_by_peft, write_adapter
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
+from hybridflow.data.rendering import write_record
 from hybridflow.data.tokenizers import keep_tokenizer_class
 from hybridflow.errors import CheckpointError, SaveError
 from hybridflow.formats.directories import replace_directory
@@ -53,6 +55,7 @@ def export_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     adapter: Path | None = None,
     base_digest: str | None = None,
+    rendering: Mapping[str, Any] | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write the weights that the model holds now, in the model's dtype and with the head.
@@ -61,6 +64,7 @@ def export_huggingface(
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
     adapter: where the adapters of a model that has any go. base_digest: of the weights that lie under these, as hex.
+    rendering: how the run rendered rows, for the runs that begin with the model.
 
     A model that started without a score head becomes a *ForSequenceClassification with one label. Errors: SaveError,
     on every rank, where a file cannot be written.
@@ -84,9 +88,11 @@ def export_huggingface(
                 copy_companions(spec.path, partial)
                 keep_tokenizer_class(spec.path, partial)
                 add_end_tokens(partial, end_token_ids)
+                write_record(partial, rendering or {})
                 replace_directory(partial, target)
                 if spec.lora is not None and adapter is not None:
                     write_adapter(adapter, adapters, spec, head, base_digest)
+                    write_record(adapter, rendering or {})
                     if (line := left_out_by_peft(spec, head)) is not None:
                         report(f"{adapter}: {line}")
             except CheckpointError as error:

@@ -10,7 +10,7 @@ A prompt and what follows it are both texts, both lists of messages, or both tok
 no prompt before them, what both begin with is the prompt, as in TRL: the messages, or the characters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ def example_texts(
             sequences = reader.conversation("messages")
         case "sft" | "labelled":
             sequences = reader.sequence("prompt", "completion")
-        case "pairs" if reader.is_implicit:
+        case "pairs" if "prompt" not in rendered_columns(row.fields, kind):
             sequences = reader.implicit()
         case "pairs":
             sequences = (*reader.sequence("prompt", "chosen"), *reader.sequence("prompt", "rejected"))
@@ -64,6 +64,16 @@ def example_texts(
         margin=_margin(row) if kind == "pairs" and "margin" in row.fields else 0.0,
         repeats_prompt=any(reader.repeats_prompt(name) for name in ("completion", "chosen")),
     )
+
+
+def rendered_columns(fields: Mapping[str, Any], kind: Kind) -> list[str]:
+    """Those of a row that become tokens. chosen and rejected hold the prompt where none is given, or a text alone."""
+    if kind != "pairs":
+        return ["messages"] if kind == "sft" and "messages" in fields else ["prompt", "completion"]
+    prompt = fields.get("prompt")
+    if prompt is None or (isinstance(prompt, str) and is_conversation(fields.get("chosen"))):
+        return ["chosen", "rejected"]
+    return ["prompt", "chosen", "rejected"]
 
 
 @dataclass(frozen=True)
@@ -103,15 +113,6 @@ class _Reader:
             check_encodable(one.text, self.where(name))
         return found
 
-    @property
-    def is_implicit(self) -> bool:
-        """Whether chosen and rejected hold the prompt: none is given, or the text of their first message."""
-        chosen = self.field("chosen")
-        prompt = self.row.fields.get("prompt")
-        if prompt is None:
-            return True
-        return isinstance(prompt, str) and is_conversation(chosen)
-
     def repeats_prompt(self, name: str) -> bool:
         """Whether the field `name` begins with the row's prompt, so that the model reads the prompt twice."""
         prompt, then = (self.row.fields.get(field) for field in ("prompt", name))
@@ -126,7 +127,7 @@ class _Reader:
                 f"{self.row.where}: chosen is {_kind_of(values[0])} and rejected is {_kind_of(values[1])}", "wrong type"
             )
         self._check_first_message(values[0])
-        length = _num_alike(*values)
+        length = num_alike(*values)
         if isinstance(values[0], str) and values[0][:length].endswith(" "):
             length -= 1  # a space belongs to the word after it
         if not length or length == min(map(len, values)):
@@ -164,7 +165,7 @@ class _Reader:
         return value
 
 
-def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Characters, messages or token ids that both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -12,6 +12,7 @@ from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
+from hybridflow.data.rendering import Rendering, example_rendering
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files
@@ -27,6 +28,7 @@ class FixedInputs:
     train: ExampleDataset
     heldout: ExampleDataset | None
     tokenizers: list[str]  # what to know of the models' tokenizers
+    rendering: Rendering
 
     @property
     def rows_by_key(self) -> Mapping[str, ExampleDataset]:
@@ -46,7 +48,8 @@ class FixedInputs:
 
     def understood(self, config: FixedDataConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
-        return [*example_summary(config, self.train, self.tokenizer), *self.tokenizers]
+        lines = example_summary(config, self.train, self.tokenizer)
+        return [*self.rendering.lines(config), *lines, *self.tokenizers]
 
     def end_token_ids(self, config: FixedDataConfig, vocab_size: int) -> tuple[int, ...]:
         """Those that the trained model ends a response with: the directory's, and the one that the rows teach."""
@@ -62,15 +65,17 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
     Errors: DataError, CheckpointError naming file, field and rule.
     """
     tokenizer, heldout = load_tokenizer(Path(config.trained.model)), config.data.heldout
+    train = load_rows(config.data.train, tokenizer, config, vocab_size)
     return FixedInputs(
         tokenizer,
-        train=load_rows(config.data.train, tokenizer, config, vocab_size),
+        train=train,
         heldout=load_rows(  # which is used as a whole anyway
             heldout, tokenizer, config, vocab_size, key="data.heldout", checked_bytes=sys.maxsize
         )
         if heldout
         else None,
         tokenizers=tokenizer_notes(config, tokenizer),
+        rendering=example_rendering(config.data, config.algorithm.kind, train.rows.files, tokenizer),
     )
 
 
@@ -103,7 +108,10 @@ def load_rows(
         bad_rows=config.data.bad_rows,
         columns=config.data.columns,
         template=TemplateOptions(
-            config.data.chat_template_kwargs, config.data.message_format, config.data.assistant_turns
+            config.data.chat_template_kwargs,
+            config.data.message_format,
+            config.data.assistant_turns,
+            model_key=f"{config.trained_name}.model",
         ),
         checked_bytes=config.data.checked_bytes if checked_bytes is None else checked_bytes,
         key=key,

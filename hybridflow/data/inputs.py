@@ -17,13 +17,14 @@ from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
 from hybridflow.data.first_rows import renders
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.rendering import Rendering, prompt_rendering
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
-from hybridflow.data.understood import AS_THEY_ARE, RENDERED, prompt_summary
+from hybridflow.data.understood import prompt_summary
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.specs import check_row, pool_specs
@@ -40,6 +41,7 @@ class Inputs:
     tokenizers: list[str]  # what to know of the models' tokenizers
     texts: ResponseTexts
     chat_template: bool  # whether the chat template renders prompts
+    rendering: Rendering
     environment: EnvironmentInputs | AgentInputs | None = None
 
     @property
@@ -66,15 +68,10 @@ class Inputs:
         ]
         return [*lines, *([] if self.ending is None else [self.ending])]
 
-    def rendering(self) -> list[str]:
-        """Who renders prompts, where a tokenizer could."""
-        could = self.chat_template or self.tokenizer.chat_template is not None
-        return [RENDERED if self.chat_template else AS_THEY_ARE] * could
-
     def understood(self, config: ExperimentConfig) -> list[str]:
         """What a person should compare with what was meant: a line each."""
         lines = prompt_summary(config, self.train, self.ends, self.tokenizer)
-        return [*self.rendering(), *lines, *self.tokenizers]
+        return [*self.rendering.lines(config), *lines, *self.tokenizers]
 
 
 def load_inputs(
@@ -122,6 +119,7 @@ def load_inputs(
             special_tokens=config.reward.special_tokens if config.reward is not None else "content",
         ),
         chat_template=by_template,
+        rendering=prompt_rendering(data, train, tokenizer, by_template=by_template),
         environment=environment,
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.data.messages import Message
-from hybridflow.data.templates import ChatTemplate
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.errors import ConfigError
 
@@ -28,7 +28,8 @@ class Reencoder:
 
     @classmethod
     def for_model(cls, name: str, model: str, decode: Callable[[list[int]], str], max_tokens: int) -> "Reencoder":
-        return cls(name, ChatTemplate(load_tokenizer(Path(model))), decode, max_tokens)
+        template = ChatTemplate(load_tokenizer(Path(model)), TemplateOptions(model_key=f"{name}.model"))
+        return cls(name, template, decode, max_tokens)
 
     def __call__(self, rollout: RolloutBatch, prompts: PromptBatch) -> RolloutBatch:
         """The same rows; tokens alone have a meaning, and of each row the last is read. Errors: ConfigError."""

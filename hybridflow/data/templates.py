@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -22,13 +23,16 @@ from hybridflow.data.message_forms import MARK, REASONING, MessageForm, called_f
 from hybridflow.data.message_parts import MessagePart, first_left_out
 from hybridflow.data.messages import Format, Message
 from hybridflow.data.rows import RowError, shown
+from hybridflow.data.tokenizers import CONFIG
 from hybridflow.errors import ConfigError
+from hybridflow.formats.huggingface_files import TEMPLATES
 
 KNOWN = "tools_are_known"  # of a template that renders no tools on purpose: the model knows them by training
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 # names that are not the template's: transformers gives them a meaning of their own
 OF_TRANSFORMERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
 RESERVED = OF_TRANSFORMERS | {"messages"}
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class TemplateOptions:
     form: Format = "openai"
     turns: Literal["auto", "together", "each"] = "auto"
     texts: bool = True  # whether a prompt may be a text, the user's message
+    model_key: str = "actor.model"  # of the config, for messages
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,15 @@ class ChatTemplate:
         try:
             return self.tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
-            raise RowError(f"{where}: the tokenizer has no chat template: {error}", "no template") from error
+            why = error if self.tokenizer.chat_template else self._without_template()
+            raise RowError(f"{where}: the tokenizer has no chat template: {why}", "no template") from error
+
+    def _without_template(self) -> str:
+        """What to do."""
+        return (
+            f"messages need one. Put the template in {self.tokenizer.name_or_path}/{TEMPLATE_FILE}, or give "
+            f"{self.options.model_key} a model that has a template"
+        )
 
     @cached_property
     def end_of_turn(self) -> str | None:
@@ -199,6 +212,13 @@ class ChatTemplate:
                 continue
             found += [role] if MARK in rendered else []
         return found
+
+
+def template_file(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Where the template of a tokenizer stands."""
+    directory = Path(tokenizer.name_or_path)
+    found = (directory / name for name in (TEMPLATE_FILE, TEMPLATES, CONFIG) if (directory / name).exists())
+    return str(next(found, "the tokenizer"))
 
 
 _EVERYWHERE = {"role", "content", "name"}  # keys that all templates take alike

@@ -20,8 +20,6 @@ from hybridflow.data.tokenizers import decoded, is_special, load_tokenizer, name
 MOST = 400  # characters of a prompt
 MARKS = ("[[", "]]")  # around tokens that are trained
 NUM_ROWS = 3
-RENDERED = "prompts are rendered by the chat template"
-AS_THEY_ARE = "prompts are texts as they are; data.chat_template: true makes each the user's message"
 ANSWERS = ("answer", "ground_truth", "solution", "label", "labels", "target", "tests", "final_answer")
 
 
@@ -55,7 +53,9 @@ def example_summary(config: FixedDataConfig, rows: ExampleDataset, tokenizer: Pr
     some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
     first = some[0]
     text = marked(first.sequences[0], first.trained[0], tokenizer)
-    lines = [f"first row, {len(first.sequences[0])} tokens, trained tokens in {' '.join(MARKS)}: {shown(text, MOST)}"]
+    num_tokens, num_trained = len(first.sequences[0]), int(first.trained[0].sum())
+    counts = f"first row, {num_tokens} tokens, {num_trained} of them trained, in {' '.join(MARKS)}"
+    lines = [f"{counts}: {shown(text, MOST)}"]
     taught = taught_end(first, tokenizer)
     if taught is None:
         lines.append("no special token ends the tokens that are trained on: the model does not learn to stop")

@@ -16,12 +16,13 @@ from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
 from hybridflow.data.prompts import Prompt
+from hybridflow.data.rendering import example_rendering, prompt_rendering
 from hybridflow.data.row_notes import left_out_lines
 from hybridflow.data.rows import Item, shown
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import decoded, load_tokenizer
-from hybridflow.data.understood import AS_THEY_ARE, RENDERED, example_summary, marked, prompt_summary
+from hybridflow.data.understood import example_summary, marked, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
 from hybridflow.rewards.specs import check_columns
 
@@ -67,8 +68,8 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, ExperimentConfig):
         prompts, ends, by_template = train_prompts(config, tokenizer, vocab_size)
         check_columns(config, prompts.column_names, "data.train")
-        if by_template or tokenizer.chat_template is not None:
-            yield RENDERED if by_template else AS_THEY_ARE
+        files = prompts.rows.files
+        yield from prompt_rendering(config.data, files, tokenizer, by_template=by_template).lines(config)
         yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
@@ -81,6 +82,7 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
         )
         return
     examples = load_rows(config.data.train, tokenizer, config, vocab_size)
+    yield from example_rendering(config.data, config.algorithm.kind, examples.rows.files, tokenizer).lines(config)
     yield from example_summary(config, examples, tokenizer)
     yield from tokenizer_notes(config, tokenizer)
     yield from _rows(

@@ -37,6 +37,7 @@ WRITTEN_HERE = (
     "config.json",
     "adapter_config.json",
     "metadata.json",
+    "rendering.json",  # see `data.rendering`: the record of the run that wrote the source
     "*.index.json",
     "*.bin",
     "*.pt",

@@ -83,7 +83,7 @@ class Evaluator:
         sets = heldout_sets(self.config, self.inputs)
         judge = judge_of(self.config, self._caller)
         notes = [*self.inputs.notes(), what_is_right(self.config), *self._engine.generator.notes()]
-        for line in [*self.inputs.rendering(), *notes]:
+        for line in [*self.inputs.rendering.lines(self.config), *notes]:
             say(line)
         with self.watchdog.phase("evaluate"), self._caller.evaluating():
             found = self._engine.heldout_responses(sets, lambda heldout: say(_announced(heldout)))

@@ -75,6 +75,7 @@ class FixedDataTrainer(Trainer):
         """Inputs and models: what takes long, and is collective over the world."""
         config, platform = self.config, self.platform
         self.inputs: FixedInputs = load_fixed_inputs(config, self.placed.trained.spec.vocab_size)
+        self.rendering = self.inputs.rendering.record
         self.num_iterations = config.iterations(len(self.inputs.train))
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -85,7 +86,8 @@ def checkpoint_manager_of(
 class Trainer(ABC):
     """One config, ready to run: what trainers of both kinds do alike. A trainer builds the fields.
 
-    run: what a flow is given. book: what is done with an iteration beside the flow.
+    run: what a flow is given. book: what is done with an iteration beside the flow. rendering: the record of how rows
+    become text.
     """
 
     config: RunConfig
@@ -95,6 +97,7 @@ class Trainer(ABC):
     hooks: RunHooks
     book: Bookkeeping
     run: Run
+    rendering: Mapping[str, Any]
     writes_model = True
 
     @property
@@ -162,6 +165,7 @@ class Trainer(ABC):
                 base_digest=base_digest(manager.digests, role.name),
                 end_token_ids=end_token_ids,
                 group=self.book.exchange.group,
+                rendering=self.rendering,
                 report=recorder.message,
             )
 

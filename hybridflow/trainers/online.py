@@ -112,6 +112,7 @@ class OnlineTrainer(loop.Trainer):
         vocab_size, group = self.placed.actor.spec.vocab_size, platforms.world_group()
         self.inputs: Inputs = load_inputs(config, vocab_size, num_ranks=most_ranks_of_a_host(), group=group)
         config = self.config = config.with_chat_template(self.inputs.chat_template)
+        self.rendering = self.inputs.rendering.record
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if self._generates:

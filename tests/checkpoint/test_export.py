@@ -4,6 +4,7 @@ The ranks of a pipeline run one after the other here, the last first; what they 
 """
 
 import dataclasses
+import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -103,12 +104,12 @@ def model_directory(directory: Path, num_experts: int) -> Path:
 
 
 def export_from(
-    spec: ModelSpec, target: Path, fake: FakeDistributed, *, tp: int = 1, max_file_bytes: int = 1 << 30
+    spec: ModelSpec, target: Path, fake: FakeDistributed, *, tp: int = 1, max_file_bytes: int = 1 << 30, **given: Any
 ) -> list[FakeActor]:
     actors = []
     for fake.rank in (1, 0):
         actors.append(FakeActor(spec, fake.rank, tp))
-        export_huggingface(actors[-1], target, max_file_bytes=max_file_bytes)
+        export_huggingface(actors[-1], target, max_file_bytes=max_file_bytes, **given)
     return actors
 
 
@@ -123,6 +124,16 @@ def test_a_rank_builds_its_table_of_weights_once(tmp_path: Path, fake_distribute
     name = "model.layers.1.mlp.experts.13.{}_proj.weight"
     assert torch.equal(files.read(name.format("gate"), (2, 8)), experts[13, :2])
     assert torch.equal(files.read(name.format("up"), (2, 8)), experts[13, 2:])
+
+
+def test_an_export_has_the_record_of_its_own_run(tmp_path: Path, fake_distributed: FakeDistributed) -> None:
+    source = model_directory(tmp_path / "source", 16)
+    (source / "rendering.json").write_text('{"rows": "texts"}')
+    spec = read_spec(source)
+    for record, files in (({}, []), ({"rows": "conversations"}, ["rendering.json"])):
+        export_from(spec, tmp_path / "out", fake_distributed, rendering=record)
+        assert [file.name for file in (tmp_path / "out").glob("rendering.json")] == files
+    assert json.loads((tmp_path / "out" / "rendering.json").read_text()) == record
 
 
 # ------------------------------------------------------------------------------------------------ operations

@@ -169,6 +169,7 @@ def test_transformers_load_what_was_trained(root: Path) -> None:
 
     run = root / "reward_model-undisturbed"
     model = AutoModelForSequenceClassification.from_pretrained(run / "hf")
+    assert json.loads((run / "hf" / "rendering.json").read_text()) == {"rows": "texts"}
     spec = read_spec(run / "hf")  # as a PPO run reads it
     assert spec.head == "score" and "score.weight" in open_checkpoint(run / "hf", spec)
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0

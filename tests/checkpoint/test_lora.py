@@ -114,6 +114,7 @@ def test_peft_reads_the_adapter_and_it_is_what_was_merged(root: Path) -> None:
     assert torch.allclose(logits(merged), logits(adapted), atol=5e-5)
     assert (logits(merged) - expected).abs().max() > 1e-3, "training has changed something"
     assert not is_other_base(run / "adapter", base) and is_other_base(run / "adapter", root / "inputs" / "reference")
+    assert json.loads((run / "adapter" / "rendering.json").read_text()) == {"rows": "texts"}
     said = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (4, 16, str(base))
 

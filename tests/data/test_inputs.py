@@ -193,7 +193,7 @@ def test_messages_are_rendered_without_a_key_and_the_first_lines_say_so(inputs, 
     found = load(inputs, tmp_path, *given)
     assert found.chat_template and found.train.batch([0]).texts == ("12=",)
     config = read_config(inputs, tmp_path, *given)
-    assert found.understood(config)[0] == "prompts are rendered by the chat template"
+    assert found.understood(config)[0] == f"prompts are rendered by the chat template of {policy}/chat_template.jinja"
     texts = load(inputs, tmp_path, f"actor.model={policy}")
     assert texts.understood(config)[0] == (
         "prompts are texts as they are; data.chat_template: true makes each the user's message"

@@ -109,8 +109,9 @@ def test_what_a_run_on_fixed_data_would_train_on(inputs, tmp_path, capsys) -> No
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     lines, _ = told(capsys, path, tmp_path / "config.yaml")
     own = lines[lines.index("") + 1 :]
-    assert own[:2] == [
-        "first row, 6 tokens, trained tokens in [[ ]]: '1+2=[[3</s>]]'",
+    assert own[:3] == [
+        "columns prompt (question), completion (answer) have texts as they are",
+        "first row, 6 tokens, 2 of them trained, in [[ ]]: '1+2=[[3</s>]]'",
         "end token that is taught: '</s>' (2)",
     ]
     assert lines[-4:] == [
