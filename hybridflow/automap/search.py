@@ -38,7 +38,7 @@ from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.margin import least_margin
-from hybridflow.placement.placed import PlacedModels, adapted, place
+from hybridflow.placement.placed import PlacedModels, of_role, place
 
 SHOWN = 10
 MOST_KEPT = 320  # choices that are timed in full, at most
@@ -247,7 +247,7 @@ def gib(num_bytes: float) -> str:
 def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
     """By role. Errors: CheckpointError where a model has no config.json."""
     read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
-    return {name: adapted(name, role, read[role.model], config.seed) for name, role in config.roles().items()}
+    return {name: of_role(config, name, read[role.model]) for name, role in config.roles().items()}
 
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:
