@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hybridflow.architecture.spec import config_changes, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.huggingface_files import write_config
+from hybridflow.rollout.language_model import LanguageModel
 from tests.architecture.test_spec import hf_config, hf_model, refusal, written
 from tests.messages import like
-from tests.tiny_models import make_checkpoints
+from tests.tiny_models import make_checkpoints, make_wrapper
 
 LLAMA3 = dict(
     rope_type="llama3",
@@ -192,6 +194,20 @@ def test_how_many_dimensions_turn_stays_the_files(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     spec = read_spec(tmp_path, overrides={"max_position_embeddings": 400, "rope_scaling": OVERRIDING})
     assert spec.rotary_dim == 4 and len(spec.rotary().frequencies) == 2 and spec.max_positions == 400
+
+
+def test_overrides_of_a_wrappers_language_model(tmp_path: Path) -> None:
+    """In text_config of the file, in what vLLM reads, and in the exported file of the language model."""
+    make_wrapper(tmp_path / "file")
+    spec = read_spec(tmp_path / "file", overrides={"max_position_embeddings": 400, "rope_scaling": OVERRIDING})
+    write_config(spec.path, tmp_path, config_changes(spec, "lm"), section=spec.config_section)
+    exported = read_spec(tmp_path)
+    assert exported.rope == spec.rope and exported.max_positions == 400 and exported.rotary_dim == 4
+    assert torch.equal(exported.rotary().frequencies, spec.rotary().frequencies)
+    told = LanguageModel.of(spec).arguments("cpu", prefix_caching=False)["hf_overrides"]
+    read = told(AutoConfig.from_pretrained(tmp_path / "file"))
+    assert read.max_position_embeddings == 400
+    assert read.rope_parameters == AutoConfig.from_pretrained(tmp_path).rope_parameters
 
 
 @pytest.mark.parametrize(
