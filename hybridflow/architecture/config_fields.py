@@ -3,7 +3,7 @@
 `AttentionFields` reads what says how each layer attends: windows, rotary embeddings, the scale.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,17 @@ from typing import Any
 from hybridflow.architecture.family import POSITIONS, ConfigFieldRule, ExpertTraits, Family
 from hybridflow.architecture.latent_fields import check_rope, dense_layers, is_block_fp8, read_groups, read_latent
 from hybridflow.architecture.layer_kinds import DeltaSizes, MixerName, RouterSizes
-from hybridflow.architecture.rope import ORIGINAL, QueryGrowth, Refuse, Rope, is_number, read_rope, rope_object
+from hybridflow.architecture.overrides import overriding_fields
+from hybridflow.architecture.rope import (
+    ORIGINAL,
+    QueryGrowth,
+    Refuse,
+    Rope,
+    is_number,
+    read_rope,
+    rope_object,
+    with_fields,
+)
 from hybridflow.architecture.tied_head import HEAD, has_own_head
 from hybridflow.architecture.wrapper import wrapped_names
 from hybridflow.errors import CheckpointError
@@ -26,9 +36,22 @@ CAUSAL = ConfigFieldRule("is_causal", (True,), "attention must be causal")
 class ConfigFields:
     """Fields of one config.json, each checked as it is read."""
 
-    def __init__(self, file: Path, raw: dict[str, Any], family: Family, *, wrapped: bool = False) -> None:
-        """wrapped: `raw` is a part of the file, that of the language model."""
-        self._file, self._family, self._wrapped, self._raw = file, family, wrapped, raw
+    def __init__(
+        self,
+        file: Path,
+        raw: dict[str, Any],
+        family: Family,
+        *,
+        wrapped: bool = False,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """wrapped: `raw` is a part of the file, that of the language model. overrides: a role's `hf_overrides`."""
+        self._file, self._family, self._wrapped = file, family, wrapped
+        learned = bool(family.embedding.position_offset and overrides)
+        self._refuse("hf_overrides", overrides, learned, "the model learned a vector for each position")
+        full = FULL if family.rotation.by_layer else None
+        self._overriding = overriding_fields(raw, overrides or {}, self._refuse, nested=full)
+        self._raw = with_fields(raw, self._overriding)
 
     def read(self, head: str) -> dict[str, Any]:
         """The fields of `ModelSpec` but for the head. Errors: CheckpointError."""
@@ -67,6 +90,7 @@ class ConfigFields:
             rotary_dim=None if part == 1 else int(head_dim * part),
             sliding_window=window,
             pad_token_id=self._pad_token_id(),
+            overriding=self._overriding,
             qk_norm_given=bool(raw.get(norms_key)) if norms_key else None,
             **(self._experts(family.experts) if family.experts else {}),
             **self._prediction_layers(family.prediction.key),

@@ -5,6 +5,7 @@ angles = position x frequencies; queries and keys turn by factor x (cos, sin) of
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -40,6 +41,11 @@ class QueryGrowth(NamedTuple):
 
     beta: float
     length: int
+
+    @property
+    def engines_fields(self) -> dict[str, Any]:
+        """How vLLM 0.32.0 is told of it in config.json, beside the rope_parameters that transformers reads."""
+        return {"llama_4_scaling": {ORIGINAL: self.length, "beta": self.beta}}
 
 
 def rope_object(raw: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -98,16 +104,13 @@ def num_angles(rope: Rope) -> int | None:
     return int(fields["factor"] * fields[ORIGINAL])
 
 
-def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) -> Rotary:
-    """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn.
+def rotary(config: Any, head_dim: int, dim: int, *, layers: str | None = None) -> Rotary:
+    """As transformers computes it for a model of this config, of whose heads `dim` dimensions turn.
 
     layers: whose, by the word of layer_types, where not all layers turn alike.
     """
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = own_config(path) or AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config = config.get_text_config()
     rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -119,6 +122,23 @@ def rotary(path: Path, head_dim: int, dim: int, *, layers: str | None = None) ->
     if layers is not None:
         return Rotary(*compute(config, "cpu", layer_type=layers))
     return Rotary(*compute(config, "cpu"))
+
+
+def text_config(path: Path, overriding: dict[str, Any]) -> Any:
+    """transformers' config of the language model in `path`, with these fields in place of the file's."""
+    from transformers import AutoConfig
+
+    config = own_config(path) or AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = config.get_text_config()
+    if not overriding:
+        return config
+    raw = parse_json((path / "config.json").read_bytes(), f"{path}: ")
+    return type(config).from_dict(deepcopy(with_fields(raw.get("text_config", raw), overriding)))
+
+
+def with_fields(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json with these fields; None takes a field out."""
+    return {key: x for key, x in (raw | fields).items() if x is not None or key not in fields}
 
 
 def own_config(path: Path) -> Any | None:

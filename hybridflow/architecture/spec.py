@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.config_fields import FULL, SLIDING, TIED, ConfigFields
 from hybridflow.architecture.families import BY_NAME, FAMILIES, REFUSED
-from hybridflow.architecture.family import LANGUAGE_MODEL, SCORES, WRAPPER, Family
+from hybridflow.architecture.family import LANGUAGE_MODEL, POSITIONS, SCORES, WRAPPER, Family
 from hybridflow.architecture.latent_fields import told_to_engines
 from hybridflow.architecture.layer_kinds import (
     PLAIN_ROUTER,
@@ -28,7 +28,7 @@ from hybridflow.architecture.layer_kinds import (
     RouterSizes,
 )
 from hybridflow.architecture.lora import Lora
-from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary
+from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary, text_config
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.json_text import parse_json
@@ -96,6 +96,7 @@ class ModelSpec:
     query_growth: QueryGrowth | None = None
     window_rope: Rope = field(default=(), compare=False)  # of layers with windows, where another
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
+    overriding: dict[str, Any] = field(default_factory=dict, compare=False)  # what stands in place of config.json's
     lora: Lora | None = None  # the adapters that a role gives the model; config.json knows of none
 
     @property
@@ -222,19 +223,26 @@ class ModelSpec:
                 f"{count} = {count // parts} x {parts} + {count % parts}"
             )
 
-    def check_length(self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length") -> None:
+    def check_length(
+        self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length", role: str = "actor"
+    ) -> None:
         """Raise ConfigError where sequences exceed the positions that the model knows, or the reach of attention.
 
-        key: what in the config makes them so long.
+        key: what in the config makes them so long. role: whose model it is, by its config key.
         """
-        length = f"{key} = {longest}"
+        length, overrides = f"{key} = {longest}", f"{role}.hf_overrides"
         if longest > self.max_positions:
-            raise ConfigError(f"{length} exceeds max_position_embeddings = {self.max_positions} of {self.path}")
+            more = f", or set {overrides}.{POSITIONS}: {longest}, and rope_parameters there as the model's card says"
+            raise ConfigError(
+                f"{length} exceeds {POSITIONS} = {self.max_positions} of {self.path}. Shorten the rows"
+                f"{'' if self.traits.embedding.position_offset else more}"
+            )
         angles = num_angles(self.rope)
         if angles is not None and longest > angles:
             raise ConfigError(
                 f"{length} exceeds factor x original_max_position_embeddings = {angles} of rope_type yarn of "
-                f"{self.path}: vLLM turns no position beyond"
+                f"{self.path}: vLLM turns no position beyond. Shorten the rows, or give {overrides}.rope_parameters a "
+                f"factor of {-int(-longest * dict(self.rope)['factor'] // angles)}"
             )
         if self.reach is not None and longest > self.reach:
             raise ConfigError(
@@ -262,7 +270,10 @@ class ModelSpec:
         found = told_to_engines(self.traits, self.num_dense_layers)
         if self.traits.experts is not None and self.traits.experts.router_in_dtype:
             found["moe_router_dtype"] = "float32"  # as transformers and the trainer compute the router's logits
-        found |= engines_growth(self.query_growth)
+        found |= self.query_growth.engines_fields if self.query_growth else {}
+        if self.overriding:
+            rope = text_config(self.path, self.overriding).rope_parameters
+            found |= {POSITIONS: self.max_positions, "rope_parameters": rope}
         return found | ({"quantization_config": None} if self.block_fp8 else {})
 
     def rotary(self) -> Rotary | None:
@@ -270,18 +281,22 @@ class ModelSpec:
         if self.traits.embedding.position_offset:
             return None
         layers = FULL if self.traits.rotation.by_layer else None
-        return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim, layers=layers)
+        config = text_config(self.path, self.overriding)
+        return rotary(config, self.head_dim, self.rotary_dim or self.head_dim, layers=layers)
 
     def window_rotary(self) -> Rotary | None:
         """The same of layers with windows; None: as in other layers."""
-        return rotary(self.path, self.head_dim, self.head_dim, layers=SLIDING) if self.window_rope else None
+        if not self.window_rope:
+            return None
+        return rotary(text_config(self.path, self.overriding), self.head_dim, self.head_dim, layers=SLIDING)
 
 
-def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
+def read_spec(path: str | Path, *, adapters: bool = False, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """The spec of a HuggingFace directory, or of a torch_dist checkpoint with config.json beside the weights.
 
     Of weights it looks at the output layer alone, where config.json says that it is the embedding. adapters: also
-    where these lie there alone. Errors: CheckpointError naming the file and the field that is missing or unsupported.
+    where these lie there alone. overrides: a role's `hf_overrides`. Errors: CheckpointError naming the file and the
+    field that is missing or unsupported.
     """
     if not adapters:
         check_no_adapter(Path(path))
@@ -293,7 +308,8 @@ def read_spec(path: str | Path, *, adapters: bool = False) -> ModelSpec:
         family, raw = _text_config(file, raw, architecture)
     else:
         family = FAMILIES[prefix]
-    return ModelSpec(head=head, wrapped=wrapped, **ConfigFields(file, raw, family, wrapped=wrapped).read(head))
+    fields = ConfigFields(file, raw, family, wrapped=wrapped, overrides=overrides)
+    return ModelSpec(head=head, wrapped=wrapped, **fields.read(head))
 
 
 def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Family, dict[str, Any]]:
@@ -359,13 +375,6 @@ def _misspelt(architecture: str) -> str | None:
     return folded[nearest[0]] if nearest else None
 
 
-def engines_growth(growth: QueryGrowth | None) -> dict[str, Any]:
-    """How vLLM 0.32.0 is told of it in config.json, beside the rope_parameters that transformers reads."""
-    if growth is None:
-        return {}
-    return {"llama_4_scaling": {"original_max_position_embeddings": growth.length, "beta": growth.beta}}
-
-
 def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     """What config.json says otherwise: a model without a language model head is one that scores.
 
@@ -375,7 +384,7 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     fewer |= told_to_engines(spec.traits, spec.num_dense_layers)
     fewer |= {"quantization_config": None} if spec.block_fp8 else {}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
-    fewer |= engines_growth(spec.query_growth)
+    fewer |= (spec.query_growth.engines_fields if spec.query_growth else {}) | spec.overriding
     fewer |= {"model_type": spec.traits.model_type or spec.family} if spec.wrapped else {}
     if head == spec.head:
         if spec.wrapped:

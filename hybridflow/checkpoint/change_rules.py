@@ -114,6 +114,12 @@ TABLE: tuple[ChangeRule, ...] = (
         "scores come from the weights in that directory, which no checkpoint holds",
     ),
     _rule(
+        "MODEL.hf_overrides MODEL.hf_overrides.*",
+        REFUSED,
+        NOTICED,
+        "the same weights compute another model: what is recorded before and after is not comparable",
+    ),
+    _rule(
         "actor.dtype critic.dtype reward_model.dtype", REFUSED, REFUSED, "weights and optimizer state have that type"
     ),
     _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "the model computes in this precision"),

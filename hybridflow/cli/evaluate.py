@@ -274,12 +274,15 @@ def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
         by_template = load_tokenizer(directory).chat_template is not None
     how = "by the chat template" if by_template else "as texts, without a chat template"
     print(f"prompts are read {how}; data.chat_template={str(not by_template).lower()} changes it", flush=True)
-    return bare_tree(
+    tree = bare_tree(
         max_positions=spec.max_positions,
         max_tokens=options.max_tokens or MAX_TOKENS,
         chat_template=by_template,
         chat_template_kwargs=arguments,
     )
+    if found.run is not None and found.adapter is not None:  # the base model's config.json lacks the run's positions
+        tree["actor"]["hf_overrides"] = read_tree(found.run / CONFIG).get("actor", {}).get("hf_overrides")
+    return tree
 
 
 def _with(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

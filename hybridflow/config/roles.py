@@ -19,7 +19,7 @@ from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.recompute import RecomputeKey
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import Section
-from hybridflow.config.vendor_arguments import EngineArguments, MegatronArguments
+from hybridflow.config.vendor_arguments import EngineArguments, HfOverrides, MegatronArguments
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
@@ -160,6 +160,9 @@ class RoleConfig(LayoutConfig):
 
     model: ModelText
     """A HuggingFace model directory, a name on the Hub, or a torch_dist checkpoint from `hybridflow convert`."""
+    hf_overrides: HfOverrides | None = None
+    """Fields of the model's config.json that the run overrides. null: those of the actor where this role has the
+    actor's model, else none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number format of weights and activations."""
     micro_batch_tokens: PositiveInt = 16384

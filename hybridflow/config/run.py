@@ -292,6 +292,12 @@ class RunConfig(Section):
         assert isinstance(found, TrainedRoleConfig), f"{self.trained_name} has no optimizer"
         return found
 
+    def hf_overrides(self, name: str) -> dict[str, Any]:
+        """Of a model. Without the key a model that is the trained one has those of the trained one."""
+        role = self.roles()[name]
+        own = self.trained if role.hf_overrides is None and role.model == self.trained.model else role
+        return own.hf_overrides.given() if own.hf_overrides is not None else {}
+
     @property
     def reference_is_base(self) -> bool:
         """Whether the section `reference` is left out, as the actor without adapters, or with those it began with."""

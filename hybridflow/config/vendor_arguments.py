@@ -1,12 +1,13 @@
-"""Arguments of vLLM's engine and of megatron-core's models that a config hands on, by their own names.
+"""Arguments of vLLM's engine and of models that a config hands on, by the vendors' own names.
 
-They change speed or memory, and not what is computed. Whatever else decides the engine or a model has a key of its own.
+But for `HfOverrides` they change speed or memory, and not what is computed. Whatever else decides the engine or a model
+has a key of its own.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from hybridflow.config.section import Section
 
@@ -97,6 +98,18 @@ class MegatronArguments(VendorArguments):
     """Whether the interleaved schedule computes while activations travel."""
     persist_layer_norm: bool | None = None
     """Whether megatron's own norms take their persistent kernel."""
+
+
+class HfOverrides(VendorArguments):
+    """Fields of a model's config.json that take the place of the file's, by the names of transformers."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """The longest sequence that the model takes, in tokens."""
+    rope_parameters: dict[str, JsonValue] | None = None
+    """The rotary embedding: rope_type, and the numbers of that type, without those of other types. rope_theta stays
+    the file's unless it stands here. Where layers with windows turn otherwise: that of the other layers."""
+    rope_scaling: dict[str, JsonValue] | None = None
+    """The name of rope_parameters before transformers 5. Either, not both."""
 
 
 def vendor_lines(named: Mapping[str, VendorArguments]) -> list[str]:

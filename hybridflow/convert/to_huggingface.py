@@ -6,7 +6,7 @@ Each tensor is read when it is written; no more than one is in memory.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hybridflow.architecture.adapter import is_adapter
+from hybridflow.architecture.overrides import position_fields
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.adapted import open_adapted
@@ -126,8 +127,11 @@ def _of_megatron(source: Path, base: str | None) -> SourceModel:
 def _adapted(source: Path, base: str | None, target: Path) -> SourceModel:
     found = open_adapted(source, base)
     check_target(target, found.spec.path, overwrite=True)
+    spec = found.spec.base
+    if is_distributed(source):  # the run's config.json, whose positions may be other ones
+        spec = replace(spec, overriding=position_fields(source))
     return SourceModel(
-        spec=found.spec.base,
+        spec=spec,
         head=found.head,
         infos=dict(found.infos),
         read=found.read,

@@ -23,7 +23,7 @@ from hybridflow.config import (
     TrainedRoleConfig,
 )
 from hybridflow.config.kinds import AnyConfig
-from hybridflow.errors import ConfigError, Reasons
+from hybridflow.errors import CheckpointError, ConfigError, Reasons
 from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
@@ -205,15 +205,21 @@ def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     roles = config.roles()
     read = {path: reasons.collect(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
     specs = {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
-    found = {name: reasons.collect(adapted, name, roles[name], spec, config.seed) for name, spec in specs.items()}
+    found = {name: reasons.collect(of_role, config, name, spec) for name, spec in specs.items()}
     return {name: specs[name] if spec is None else spec for name, spec in found.items()}
 
 
-def adapted(name: str, role: RoleConfig, spec: ModelSpec, seed: int) -> ModelSpec:
-    """With the adapters that the role has. Errors: ConfigError, as `read_lora`."""
+def of_role(config: RunConfig, name: str, spec: ModelSpec) -> ModelSpec:
+    """With the overrides and the adapters that the role has. Errors: ConfigError, naming the key."""
+    role, overrides = config.roles()[name], config.hf_overrides(name)
+    if overrides:
+        try:
+            spec = read_spec(spec.path, overrides=overrides)
+        except CheckpointError as error:
+            raise ConfigError(f"{name}.hf_overrides: {error}") from error
     if not isinstance(role, TrainedRoleConfig) or role.lora is None:
         return spec
-    return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, seed))
+    return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, config.seed))
 
 
 def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
@@ -232,7 +238,7 @@ def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         reasons.collect(_check_head, name, spec)
-        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys)
+        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys, name)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
     if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():

@@ -1,15 +1,20 @@
 """Rotary embedding: frequencies and factors equal to those of transformers' own models, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from hybridflow.architecture.spec import read_spec
-from hybridflow.errors import ConfigError
+from hybridflow.architecture.spec import config_changes, read_spec
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.huggingface_files import write_config
+from hybridflow.rollout.language_model import LanguageModel
 from tests.architecture.test_spec import hf_config, hf_model, refusal, written
 from tests.messages import like
+from tests.tiny_models import make_checkpoints, make_wrapper
 
 LLAMA3 = dict(
     rope_type="llama3",
@@ -138,8 +143,98 @@ def test_yarn_reaches_as_far_as_the_engine_has_angles(tmp_path: Path) -> None:
     spec = read_spec(written(tmp_path, rope_parameters=YARN | {"factor": 2.0}))
     spec.check_length(50)
     with pytest.raises(ConfigError) as caught:
-        spec.check_length(51, "data.max_length")
+        spec.check_length(51, "data.max_length", "critic")
     assert str(caught.value) == like(
         f"data.max_length = 51 exceeds factor x original_max_position_embeddings = 50 of rope_type yarn of {tmp_path}: "
-        "vLLM turns no position beyond"
+        "vLLM turns no position beyond. Shorten the rows, or give critic.hf_overrides.rope_parameters a factor of 3"
     )
+
+
+# ------------------------------------------------------------------------------------------------ hf_overrides
+
+OVERRIDING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("file", ["older", "newer", "scaled", "outside"])
+def test_overrides_take_the_place_of_the_files_rope(file: str, name: str, tmp_path: Path) -> None:
+    """Qwen3's file has rope_theta beside a rope_scaling of null; the model's card adds the scaling there."""
+    theta = {"rope_theta": 5000.0}
+    files = {
+        "older": theta | {"rope_scaling": None},
+        "newer": {"rope_parameters": theta | {"rope_type": "default"}},
+        "scaled": {"rope_parameters": theta | LLAMA3 | theta},
+        "outside": {"rope_parameters": YARN | theta, "original_max_position_embeddings": 25},
+    }
+    without = ("rope_parameters",) if file == "older" else ()
+    changed = read_spec(written(tmp_path / "file", **files[file], without=without), overrides={name: OVERRIDING})
+    by_hand = theta | {"rope_scaling": OVERRIDING}
+    expected = read_spec(written(tmp_path / "by_hand", **by_hand, without=("rope_parameters",)))
+    assert changed.rope == expected.rope
+    assert torch.equal(changed.rotary().frequencies, expected.rotary().frequencies)
+    assert changed.rotary().factor == expected.rotary().factor
+    write_config(changed.path, tmp_path, config_changes(changed, "lm"))
+    again = read_spec(tmp_path)
+    assert again.rope == expected.rope and again.rotary().factor == expected.rotary().factor
+    assert torch.equal(again.rotary().frequencies, expected.rotary().frequencies)
+    assert read_spec(tmp_path, overrides={name: OVERRIDING}).rope == expected.rope, "overrides of the same say the same"
+
+
+def test_another_theta_takes_the_place_of_both_that_a_file_has(tmp_path: Path) -> None:
+    source = written(tmp_path / "file", rope_theta=10.0, rope_parameters={"rope_theta": 10.0, "rope_type": "default"})
+    spec = read_spec(source, overrides={"rope_parameters": {"rope_theta": 7.0}})
+    assert spec.rotary().frequencies.tolist() == pytest.approx([7.0 ** (-i / 4) for i in range(4)])
+    write_config(source, tmp_path, config_changes(spec, "lm"))
+    tree = json.loads((tmp_path / "config.json").read_text())
+    assert (tree["rope_theta"], tree["rope_parameters"]["rope_theta"]) == (7.0, 7.0)
+
+
+def test_how_many_dimensions_turn_stays_the_files(tmp_path: Path) -> None:
+    config = hf_config("GlmForCausalLM", head_dim=8, pad_token_id=3)
+    config.save_pretrained(tmp_path)
+    spec = read_spec(tmp_path, overrides={"max_position_embeddings": 400, "rope_scaling": OVERRIDING})
+    assert spec.rotary_dim == 4 and len(spec.rotary().frequencies) == 2 and spec.max_positions == 400
+
+
+def test_overrides_of_a_wrappers_language_model(tmp_path: Path) -> None:
+    """In text_config of the file, in what vLLM reads, and in the exported file of the language model."""
+    make_wrapper(tmp_path / "file")
+    spec = read_spec(tmp_path / "file", overrides={"max_position_embeddings": 400, "rope_scaling": OVERRIDING})
+    write_config(spec.path, tmp_path, config_changes(spec, "lm"), section=spec.config_section)
+    exported = read_spec(tmp_path)
+    assert exported.rope == spec.rope and exported.max_positions == 400 and exported.rotary_dim == 4
+    assert torch.equal(exported.rotary().frequencies, spec.rotary().frequencies)
+    told = LanguageModel.of(spec).arguments("cpu", prefix_caching=False)["hf_overrides"]
+    read = told(AutoConfig.from_pretrained(tmp_path / "file"))
+    assert read.max_position_embeddings == 400
+    assert read.rope_parameters == AutoConfig.from_pretrained(tmp_path).rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (OVERRIDING | {"rope_type": "dynamic"}, "rope_type = 'dynamic' is not supported: known are default, linear, "),
+        (
+            OVERRIDING | {"factr": 2.0},
+            "factr = 2.0 is not supported: fields of rope_type yarn are rope_type, rope_theta",
+        ),
+        ({"factor": 2.0}, "factor = 2.0 is not supported: fields of rope_type default are rope_type, rope_theta"),
+        (OVERRIDING | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported: fields of"),
+        (OVERRIDING | {"factor": -1}, "factor of rope_type yarn = -1 is not supported: must be positive"),
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings of rope_type yarn = None is not supported: must be the positions that",
+        ),
+    ],
+)
+def test_overrides_that_are_refused(rope: dict[str, Any], message: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_spec(tmp_path, overrides={"rope_parameters": rope})
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+def test_learned_positions_have_no_overrides(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, family="opt", tied=True)
+    with pytest.raises(CheckpointError, match=r"hf_overrides = .* the model learned a vector for each position"):
+        read_spec(tmp_path / "policy", overrides={"max_position_embeddings": 400})

@@ -386,8 +386,15 @@ def test_check_length() -> None:
     with pytest.raises(ConfigError) as caught:
         spec.check_length(101)
     assert str(caught.value) == (
-        like("data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b")
+        like(
+            "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b. "
+            "Shorten the rows, or set actor.hf_overrides.max_position_embeddings: 101, and rope_parameters there as "
+            "the model's card says"
+        )
     )
+    learned = expected_spec(Path("a/b"), family="opt")
+    with pytest.raises(ConfigError, match=r"exceeds max_position_embeddings = 100 of a/b\. Shorten the rows$"):
+        learned.check_length(101)
 
 
 @pytest.mark.parametrize(

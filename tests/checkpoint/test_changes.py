@@ -145,6 +145,8 @@ EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
     ("data.shuffle", False, REFUSED, NOTICED),
     ("data.prompt_key", "question", REFUSED, NOTICED),
     ("reward.functions.0.function", "x:y", REFUSED, NOTICED),
+    ("actor.hf_overrides", {"max_position_embeddings": 64}, REFUSED, NOTICED),
+    ("reward.models.0.hf_overrides", {"max_position_embeddings": 64}, REFUSED, NOTICED),
     ("actor.dtype", "float32", REFUSED, REFUSED),
     ("critic.optimizer.name", "sgd", REFUSED, REFUSED),
     ("critic", None, REFUSED, REFUSED),

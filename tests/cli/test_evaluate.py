@@ -4,13 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridflow.checkpoint.store import begin, publish
-from hybridflow.cli.evaluate import EvaluatedModel, evaluated_model, named_set
+from hybridflow.cli.evaluate import EvaluatedModel, _config, evaluated_model, named_set
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.evaluation import bare_tree, evaluation_tree
@@ -78,6 +79,18 @@ def test_adapters_are_evaluated_on_their_base_model(tmp_path: Path) -> None:
         evaluated_model(f"{run}/hf", None, base="x")
     with pytest.raises(ConfigError, match=r"--base = nowhere: no such directory here"):
         evaluated_model(f"{run}/adapter", None, base="nowhere")
+
+
+def test_adapters_of_a_run_on_fixed_data_have_its_positions(tmp_path: Path) -> None:
+    """Which the base model's config.json lacks; such a run's config says nothing else of an evaluation."""
+    base, run = make_inputs(tmp_path / "inputs") / "policy", run_dir(tmp_path / "run")
+    overrides = {"max_position_embeddings": 256}
+    (run / "config.yaml").write_text(json.dumps({"name": "x", "actor": {"hf_overrides": overrides}}))
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1+2="}\n')
+    options = Namespace(model=str(run), data=[str(tmp_path / "x.jsonl")], reward="a:b", max_tokens=16)
+    for adapter, expected in ((str(run / "adapter"), overrides), (None, None)):
+        _, tree = _config(EvaluatedModel(str(base), "x", run, adapter=adapter), options, [], [])
+        assert tree["actor"].get("hf_overrides") == expected
 
 
 def test_an_evaluation_has_the_adapters_that_are_named_and_no_others() -> None:

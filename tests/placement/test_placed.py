@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.automap.search import specs_of
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.routing import RoutingSizes
@@ -220,6 +221,64 @@ def test_all_reasons_at_once(inputs, tmp_path):
         *("reward.models.0.model", "reward.models.0.tensor_parallel_size"),
         "data.max_prompt_length + sampling.max_response_length",
     ]
+
+
+# ------------------------------------------------------------------------------------------------ hf_overrides
+
+YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 100}"
+LONGER = f"{{max_position_embeddings: 400, rope_scaling: {YARN}}}"
+BEYOND = "sampling.max_response_length=288"  # rows of 300 tokens, models of 128
+
+
+def test_overrides_are_of_all_roles_with_the_actors_model(inputs, tmp_path):
+    """Of others each has its own, or none; a search has the same models as a run."""
+    own = [f"{name}.hf_overrides={{max_position_embeddings: 300}}" for name in ("critic", "reward.models.0")]
+    budgets = [f"{name}.micro_batch_tokens=400" for name in ("actor", "critic", "reference", "reward.models.0")]
+    keys = (BEYOND, *own, *budgets, f"actor.hf_overrides={LONGER}", f"reference.model={inputs / 'policy'}")
+    run = load(inputs, tmp_path, *keys)
+    specs = {name: model.spec for name, model in run.models.items()}
+    assert [spec.max_positions for spec in specs.values()] == [400, 300, 400, 300]
+    assert (
+        specs["reference"].rope
+        == specs["actor"].rope
+        == (
+            ("rope_type", "yarn"),
+            ("rope_theta", 10000.0),
+            ("factor", 4.0),
+            ("original_max_position_embeddings", 100),
+        )
+    )
+    assert dict(specs["critic"].rope)["rope_type"] == "default"
+    assert specs_of(run.config) == specs and specs_of(run.config)["actor"].rope == specs["actor"].rope
+    other = problem(inputs, tmp_path, *keys, f"reference.model={inputs / 'reference'}")
+    assert other == like(
+        "data.max_prompt_length + sampling.max_response_length = 300 exceeds max_position_embeddings = 128 of "
+        f"{inputs / 'reference'}. Shorten the rows, or set reference.hf_overrides.max_position_embeddings: 300, and "
+        "rope_parameters there as the model's card says"
+    )
+    none = problem(inputs, tmp_path, *keys, "reference.hf_overrides={}")
+    assert none.startswith("data.max_prompt_length") and "set reference.hf_overrides" in none
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("{rope_scaling: {rope_type: longrope}}", "rope_type = 'longrope' is not supported: known are default, linear"),
+        (
+            f"{{rope_scaling: {{rope_type: linear, factor: 4.0}}, rope_parameters: {YARN}}}",
+            "rope_scaling = [{'rope_type': 'linear', 'factor': 4.0}] is not supported: rope_parameters differs",
+        ),
+    ],
+)
+def test_overrides_that_no_file_may_have_either(inputs, tmp_path, overrides, expected):
+    message = problem(inputs, tmp_path, f"critic.hf_overrides={overrides}")
+    assert message.startswith(f"critic.hf_overrides: {inputs / 'critic' / 'config.json'}: {expected}")
+
+
+def test_overrides_of_other_fields(inputs, tmp_path):
+    message = problem(inputs, tmp_path, "actor.hf_overrides={hidden_size: 8}")
+    assert "actor.hf_overrides.hidden_size: unknown key" in message
+    assert "known are max_position_embeddings, rope_parameters, rope_scaling" in message
 
 
 # ------------------------------------------------------------------------------------------------ the KV cache
