@@ -293,10 +293,16 @@ class RunConfig(Section):
         return found
 
     def hf_overrides(self, name: str) -> dict[str, Any]:
-        """Of a model. Without the key a model that is the trained one has those of the trained one."""
+        """Of a role's model."""
+        given = self.roles()[self.overriding_role(name)].hf_overrides
+        return {} if given is None else given.given()
+
+    def overriding_role(self, name: str) -> str:
+        """Whose `hf_overrides` a role's model has: without the key, a model that is the trained one has the trained
+        one's."""
         role = self.roles()[name]
-        own = self.trained if role.hf_overrides is None and role.model == self.trained.model else role
-        return own.hf_overrides.given() if own.hf_overrides is not None else {}
+        inherits = role.hf_overrides is None and role.model == self.trained.model
+        return self.trained_name if inherits else name
 
     @property
     def reference_is_base(self) -> bool:

@@ -216,7 +216,7 @@ def of_role(config: RunConfig, name: str, spec: ModelSpec) -> ModelSpec:
         try:
             spec = read_spec(spec.path, overrides=overrides)
         except CheckpointError as error:
-            raise ConfigError(f"{name}.hf_overrides: {error}") from error
+            raise ConfigError(f"{config.overriding_role(name)}.hf_overrides: {error}") from error
     if not isinstance(role, TrainedRoleConfig) or role.lora is None:
         return spec
     return replace(spec, lora=read_lora(f"{name}.lora", role.lora, spec, config.seed))
@@ -238,7 +238,8 @@ def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     specs = _specs(config, reasons)
     for name, spec in specs.items():
         reasons.collect(_check_head, name, spec)
-        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys, name)
+        overriding = config.overriding_role(name)
+        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys, overriding)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
     if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():
