@@ -216,10 +216,9 @@ def test_all_reasons_at_once(inputs, tmp_path):
     lines = problem(inputs, tmp_path, *keys).splitlines()
     assert [line.partition(":")[0].partition(" =")[0] for line in lines] == [
         *("actor", "critic", "reward.models.0", "rollout.ranks", "nowhere/config.json"),
-        *("critic.tensor_parallel_size", "critic.pipeline_parallel_size"),
         "data.max_prompt_length + sampling.max_response_length",  # of the critic's model
-        *("reward.models.0.model", "reward.models.0.tensor_parallel_size"),
-        "data.max_prompt_length + sampling.max_response_length",
+        *("reward.models.0.model", "data.max_prompt_length + sampling.max_response_length"),
+        *("critic.tensor_parallel_size", "critic.pipeline_parallel_size", "reward.models.0.tensor_parallel_size"),
     ]
 
 
