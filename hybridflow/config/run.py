@@ -364,7 +364,7 @@ class RunConfig(Section):
             if role.micro_batch_tokens < longest:
                 raise ValueError(
                     f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
-                    f"{keys} = {longest}"
+                    f"{keys} = {longest}. Write {longest} or more, or leave the key out"
                 )
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:

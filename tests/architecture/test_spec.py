@@ -324,7 +324,7 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "tp", "message"),
     [
-        ({}, 4, "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: 6 = 1 x 4 + 2"),
+        ({}, 4, "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: 6 = 1 x 4 + 2. Write 1, 2"),
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
