@@ -169,3 +169,12 @@ def test_a_micro_batch_of_no_given_size_holds_the_longest_row() -> None:
     )
     assert long.actor.micro_batch_tokens == 131072 and "micro_batch_tokens: 131072" in long.to_yaml()
     assert FixedDataConfig.from_tree(tree(), "x.yaml").actor.micro_batch_tokens == 16384
+
+
+def test_a_role_that_two_configs_share_keeps_its_budget() -> None:
+    role = FixedDataConfig.from_tree(tree(), "x.yaml").actor
+    data = {"train": "rows.jsonl", "batch_size": 8}
+    long, short = (
+        FixedDataConfig(**tree(actor=role, data={**data, "max_length": length})) for length in (100_000, 100)
+    )
+    assert (long.actor.micro_batch_tokens, short.actor.micro_batch_tokens) == (100_000, 16384)

@@ -34,7 +34,6 @@ from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
-MOST_NAMED = 32  # sizes that an error names go up to this one
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {LANGUAGE_MODEL: "lm", SCORES: "score"}
@@ -171,21 +170,7 @@ class ModelSpec:
         return None if "window" in self.mixers else self.sliding_window
 
     def check_parallel(self, key: str, tp: int) -> None:
-        """Raise ConfigError, naming `key` and the sizes that there are, unless `tp` ranks can share this model."""
-        try:
-            self._check_shares(key, tp)
-        except ConfigError as error:
-            sizes = [str(size) for size in range(1, MOST_NAMED + 1) if self._is_shared(size)]
-            raise ConfigError(f"{error}. Write {', '.join(sizes)}") from error
-
-    def _is_shared(self, tp: int) -> bool:
-        try:
-            self._check_shares("", tp)
-        except ConfigError:
-            return False
-        return True
-
-    def _check_shares(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
         self._check_divides(key, tp, "num_attention_heads", self.num_heads)
         if not self.num_experts:
             self._check_divides(key, tp, self.traits.mlp.size_key, self.ffn_hidden_size)
@@ -217,12 +202,7 @@ class ModelSpec:
         """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each."""
         if ep > 1 and not self.num_experts:
             raise ConfigError(f"{key} = {ep}: {self.path} has no experts")
-        if self.num_experts % ep:
-            sizes = [str(size) for size in range(1, MOST_NAMED + 1) if self.num_experts % size == 0]
-            raise ConfigError(
-                f"{key} = {ep} does not divide the number of experts = {self.num_experts} of {self.path}. "
-                f"Write {', '.join(sizes)}"
-            )
+        self._check_divides(key, ep, "the number of experts", self.num_experts)
 
     def check_expert_shares(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert."""
@@ -238,9 +218,10 @@ class ModelSpec:
 
     def _check_divides(self, key: str, parts: int, what: str, count: int) -> None:
         if count % parts:
+            less = ", ".join(str(size) for size in range(1, parts) if count % size == 0)
             raise ConfigError(
                 f"{key} = {parts} does not divide {what} = {count} of {self.path}: "
-                f"{count} = {count // parts} x {parts} + {count % parts}"
+                f"{count} = {count // parts} x {parts} + {count % parts}. Divisors below {parts} are {less}"
             )
 
     def check_length(

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from hybridflow.architecture.parts import Block, blocks, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.architecture.tables import FUSED_NAMES
+from hybridflow.architecture.tables import FUSED_NAMES, VALUE_HEAD
 from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import layer_weights, model_weights, stored_at
 from hybridflow.architecture.wrapper import MISNAMED_HEAD, WRAPPED
@@ -257,3 +257,12 @@ def _cut(directory: SafetensorsDirectory, name: str, weight: Weight, spec: Model
     if weight.experts:
         whole = (weight.experts, sum(map(prod, shapes)) // weight.experts // shapes[0][1], shapes[0][1])
     directory.cut(name, whole, dict(zip(weight.hf, shapes, strict=True)))
+
+
+def check_score_head(role: str, spec: ModelSpec) -> None:
+    """Without the head's weight a reward model would score everything 0. Errors: CheckpointError, naming the role."""
+    name = VALUE_HEAD.hf[0]
+    if name not in open_checkpoint(spec.path, spec):
+        raise CheckpointError(
+            f"{role}.model = {spec.path} has no {name}: each score would be 0. Give a model that scores"
+        )

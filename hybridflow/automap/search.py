@@ -196,7 +196,7 @@ class _Search:
 
     def line(self) -> str:
         """How far the search is."""
-        ranks, room = counted(self.request.world_size), gib(self.request.memory_bytes)
+        ranks, room = counted(self.request.world_size), f"{self.request.memory_bytes / (1 << 30):,.0f}"
         seconds = time.monotonic() - self.begun
         return f"search on {ranks} of {room} GiB: {self.doing}, {self.counts.branches:,} branches, {seconds:.0f} s"
 
@@ -285,7 +285,8 @@ class _Search:
         for changes in [(each,) for each in found.alone] or together:
             run = changed(placed, changes, self.request.memory_bytes)
             assert run is not None, "what is suggested can be placed"
-            plans.append(plan_of(run.config, self.request, None))
+            with contextlib.suppress(ConfigError):  # the plan knows no hosts
+                plans.append(plan_of(run.config, self.request, None))
         return plans
 
 

@@ -9,7 +9,8 @@
 The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the
 config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. A run that cannot work is
 refused with status 1, in three stages: keys; models, files and functions; rows by the tokenizer, and names of weights.
-A stage tells all its reasons. `hybridflow train` tells the same ones.
+A stage tells all its reasons. `hybridflow train` tells the same ones. With --hosts files are not looked at: they are
+those of the hosts.
 
 The second line, and again the last one, says whether the run fits the memory of a device, and what would help. The
 status is 3 where the run does not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these

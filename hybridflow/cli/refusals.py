@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weight_files import check_score_head
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.auto import autos
@@ -41,21 +42,21 @@ FIELDS = {
 }
 
 
-def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> None:
+def check_here(config: AnyConfig, world_size: int, *, output: bool = False, reads: bool = True) -> None:
     """Whether a run with this config could begin on this machine. Errors: ConfigError with a line a reason.
 
-    output: also whether the run directory can be written.
+    output: also whether the run directory can be written. reads: also by the tokenizer, and by names of weights.
     """
     reasons = Reasons()
     reasons.collect(place, config, world_size)
-    note_missing(config, reasons)
+    note_missing(config, reasons, reads=reads)
     if output:
         reasons.collect(check_output_dir, config)
     reasons.refuse()
 
 
-def note_missing(config: AnyConfig, reasons: Reasons) -> None:
-    """Note what the config names and this machine lacks, beside models' sizes."""
+def note_missing(config: AnyConfig, reasons: Reasons, *, reads: bool = True) -> None:
+    """Note what the config names and this machine lacks, beside models' sizes. reads: see `check_here`."""
     if isinstance(config, ExperimentConfig) and not reasons.lines:
         reasons.collect(check_heads, config)
     if not reasons.lines:  # of a model that cannot be read nothing new is said
@@ -70,7 +71,7 @@ def note_missing(config: AnyConfig, reasons: Reasons) -> None:
             reasons.collect(check_environment, config)
         if isinstance(config.algorithm, Custom):
             reasons.collect(load_function, config.algorithm.flow, "algorithm.flow")
-    if not reasons.lines:
+    if reads and not reasons.lines:
         _note_unreadable(config, reasons)
 
 
@@ -90,18 +91,29 @@ def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
     from hybridflow.data.inputs import check_ends  # these load transformers, for seconds
     from hybridflow.data.same_tokens import tokenizer_notes
     from hybridflow.data.tokenizers import load_tokenizer
-    from hybridflow.inspection.inputs import check_weights, first_rows
+    from hybridflow.inspection.inputs import check_weights, first_rows, heads_of
 
-    for path in dict.fromkeys(Path(role.model) for role in config.roles().values()):
-        reasons.collect(check_weights, path, read_spec(path))
+    roles: dict[Path, list[str]] = {}
+    for name, role in config.roles().items():
+        roles.setdefault(Path(role.model), []).append(name)
+    for path, names in roles.items():
+        if _has_weights(path):  # of the Hub's cache a run fetches what is missing
+            reasons.collect(check_weights, path, heads_of(names))
+            for name in names:
+                if name.startswith("reward.models"):
+                    reasons.collect(check_score_head, name, read_spec(path))
     tokenizer = reasons.collect(load_tokenizer, Path(config.trained.model))
     if tokenizer is None:
         return
     reasons.collect(tokenizer_notes, config, tokenizer)
     if isinstance(config, ExperimentConfig):
         reasons.collect(check_ends, config, tokenizer, read_spec(config.trained.model).vocab_size)
-    for key, files in config.data.files_by_key.items():
-        if sum(file.stat().st_size for file in data_files(files, key)) <= MOST_BYTES:
+    most = min(MOST_BYTES, config.data.checked_bytes)  # rows of larger files are checked as they are used
+    files = config.data.files_by_key
+    if sum(file.stat().st_size for file in data_files(files["data.train"], "data.train")) > most:
+        return  # whose first row says whether a template renders
+    for key, named in files.items():
+        if sum(file.stat().st_size for file in data_files(named, key)) <= MOST_BYTES:
             reasons.collect(first_rows, key, config, tokenizer, num_rows=NUM_ROWS)
 
 
@@ -116,7 +128,7 @@ def missing_here(config: AnyConfig) -> list[str]:
         for name, path in models.items()
         if (path / "config.json").is_file()
         and path.parent.name != "snapshots"  # of the Hub's cache: a run fetches what is missing
-        and not any(any(path.glob(pattern)) for pattern in WEIGHTS)
+        and not _has_weights(path)
     ]
     if not bare:
         return []
@@ -124,6 +136,10 @@ def missing_here(config: AnyConfig) -> list[str]:
     reasons.lines.append(f"no weights in {', '.join(bare)}")
     note_missing(config, reasons)
     return list(dict.fromkeys(reasons.lines))
+
+
+def _has_weights(model: Path) -> bool:
+    return any(any(model.glob(pattern)) for pattern in WEIGHTS)
 
 
 def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:

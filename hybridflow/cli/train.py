@@ -225,7 +225,7 @@ def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[N
 
     Before anything is loaded, for a second start to end at once. Errors: ConfigError, RunDirError.
     """
-    from hybridflow.parallel.torchrun import is_by_command, is_rank, restart_count, torchrun_rank
+    from hybridflow.parallel.torchrun import is_by_command, is_rank, restart_count, started, torchrun_rank
     from hybridflow.placement.placed import check_output_dir
     from hybridflow.recording.lock import RESTART_SECONDS, RunLock
 
@@ -233,7 +233,7 @@ def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[N
     if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
         from hybridflow.cli.refusals import check_here
 
-        check_here(config, world_size)
+        check_here(config, world_size, reads=started().local_rank == 0)  # one rank of a host reads
     if rank != 0:
         yield
         return

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -298,3 +299,14 @@ class RolloutConfig(Section):
     def bucket_bytes(self, *, cuda: bool) -> int:
         # a CPU's allocator gives larger blocks back to the system and takes them page by page again
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
+
+
+def replace_role(config: BaseModel, name: str, role: RoleConfig) -> None:
+    """While `config` is checked: sections are frozen, and may be those of another config too."""
+    section, _, number = name.partition(".models.")
+    if number:
+        pool = getattr(config, section)
+        models = [role if i == int(number) else model for i, model in enumerate(pool.models)]
+        config.__dict__[section] = pool.model_copy(update={"models": type(pool.models)(models)})
+    else:
+        config.__dict__[section] = role

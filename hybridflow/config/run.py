@@ -25,7 +25,7 @@ from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explanation
 from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.rewards import EvalRewardKey
-from hybridflow.config.roles import RoleConfig, TrainedRoleConfig
+from hybridflow.config.roles import RoleConfig, TrainedRoleConfig, replace_role
 from hybridflow.config.section import MOST_BYTES, PathText, Section, check_length
 from hybridflow.config.vendor_arguments import vendor_lines
 from hybridflow.errors import ConfigError, Reasons
@@ -359,9 +359,11 @@ class RunConfig(Section):
         keys: those that make it so long. Errors: ValueError for a given size below the longest sequence.
         """
         for name, role in self.roles().items():
+            if role.micro_batch_tokens >= longest:
+                continue
             if "micro_batch_tokens" not in role.model_fields_set:
-                role.__dict__["micro_batch_tokens"] = max(role.micro_batch_tokens, longest)
-            if role.micro_batch_tokens < longest:
+                replace_role(self, name, role.model_copy(update={"micro_batch_tokens": longest}))
+            else:
                 raise ValueError(
                     f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
                     f"{keys} = {longest}. Write {longest} or more, or leave the key out"

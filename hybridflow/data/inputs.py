@@ -15,11 +15,13 @@ from hybridflow.config.data import DataConfig, DataFiles, heldout_key
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.first_rows import renders
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.rendering import Rendering, prompt_rendering
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.data.row_notes import left_out_lines
+from hybridflow.data.rows import RowError, attempt
 from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions
@@ -165,19 +167,30 @@ def first_prompts(
     data = config.data
     files = open_files(data.files_by_key[key], key)
     if data.environment is not None and data.environment.begins_rows:
-        return files, 0
+        return files, _num_named(files, data, num_rows)
+    given = data.chat_template is not None or data.environment is not None or key == "data.train"
     prompts = _prompts(
         key,
         files,
         tokenizer,
         data,
-        renders(data, files if key == "data.train" else open_files(data.train, "data.train")),
+        renders(data, files if given else open_files(data.train, "data.train")),
         vocab_size=vocab_size,
         environment=None,
         check=partial(check_row, config, key),
-        checked_bytes=0,
+        looks=False,
     )
-    return files, len(prompts.draw(prompts.order(0, False), min(num_rows, len(prompts))).numbers)
+    return files, prompts.rows.look_at_first(num_rows)
+
+
+def _num_named(files: Files, data: DataConfig, num_rows: int) -> int:
+    """How many of so many first rows have the fields that data.columns names. Errors: DataError unless dropped."""
+    rows = files.rows_at(range(min(num_rows, len(files))))
+    named = [attempt(lambda row: rename_fields(row, data.columns), row) for row in rows if row.problem is None]
+    wrong = [row.problem for row in rows if row.problem] + [each for each in named if isinstance(each, RowError)]
+    if wrong and data.bad_rows == "error":
+        raise wrong[0]
+    return len(rows) - len(wrong)
 
 
 def _prompts(
@@ -190,9 +203,9 @@ def _prompts(
     vocab_size: int,
     environment: EnvironmentInputs | AgentInputs | None,
     check: Callable[[Mapping[str, Any]], None],
-    checked_bytes: int | None = None,
+    looks: bool = True,
 ) -> PromptDataset:
-    """checked_bytes: None for those of the config."""
+    """looks: at rows, which nobody draws otherwise."""
     texts = data.chat_template is not None or data.environment is not None
     return load_prompts(
         files,
@@ -205,7 +218,8 @@ def _prompts(
         bad_rows=data.bad_rows,
         columns=data.columns,
         template=TemplateOptions(data.chat_template_kwargs, data.message_format, texts=texts),
-        checked_bytes=_checked_bytes(key, data) if checked_bytes is None else checked_bytes,
+        checked_bytes=_checked_bytes(key, data) if looks else 0,
+        draws=looks,
         key=key,
         check=check,
         **({} if environment is None else environment.hooks(key)),

@@ -155,6 +155,7 @@ def load_prompts(
     start_ahead: Callable[[Sequence[Row]], None] | None = None,
     agrees: Callable[[bytes], None] = lambda digest: None,
     check: Callable[[Mapping[str, Any]], None] = lambda columns: None,
+    draws: bool = True,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
@@ -173,6 +174,7 @@ def load_prompts(
         start_ahead: of that environment, which may begin the rows of the next draw already.
         agrees: is given the digest of the files before rows are looked at, and may raise.
         check: raises a ValueError where the columns of a row cannot be scored.
+        draws: False: nobody will draw, and rows that are not checked are not looked at.
 
     Raises:
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
@@ -190,12 +192,11 @@ def load_prompts(
     if not len(rows):
         where = path if isinstance(path, str | Path) else key
         raise DataError(f"{where}: no prompt is left: {_why_none(rows.dropped, max_length)}")
-    if encoder.first is None:  # nobody has looked at a row yet
+    if encoder.first is None and draws:  # nobody has looked at a row yet
         rows.draw(PromptOrder(len(rows), 0, False), 1)
-    assert encoder.first is not None, "a row that can be used has columns"
-    return PromptDataset(
-        rows, tuple(encoder.first.columns), None if start_ahead is None else encoder.started(start_ahead)
-    )
+    assert encoder.first is not None or not draws, "a row that can be used has columns"
+    columns_there = () if encoder.first is None else tuple(encoder.first.columns)
+    return PromptDataset(rows, columns_there, None if start_ahead is None else encoder.started(start_ahead))
 
 
 def _why_none(dropped: Dropped, max_length: int) -> str:

@@ -157,6 +157,7 @@ def _record_of(row: _LookedAt, template: ChatTemplate, *, renders: bool) -> dict
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         arguments = template.arguments(row.fields, row.where)
         arguments.pop(TOOLS, None)
+        arguments = json.loads(json.dumps(arguments, default=str))  # as the record has them
         return {ROWS: CONVERSATIONS, TEMPLATE: _source(template.tokenizer), ARGUMENTS: arguments, SYSTEM: system}
 
     found = attempt(record, row)

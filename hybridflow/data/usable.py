@@ -169,6 +169,14 @@ class UsableRows(Generic[Item]):
             raise error
         return error
 
+    def look_at_first(self, count: int) -> int:
+        """How many of so many first rows, of all sources, can be used. Errors: DataError, as the rules say."""
+        found = self.items_or_errors_at(range(min(count, len(self))))
+        for item in found:
+            if isinstance(item, RowError):
+                self._left_out(item)
+        return sum(not isinstance(item, RowError) for item in found)
+
     def _check(self) -> Tensor:
         """The numbers of the rows that can be used, of all."""
         kept = []

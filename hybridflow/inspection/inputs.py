@@ -4,13 +4,14 @@ Of weights only the headers are read, of prompt files the first rows. What is sm
 with copies of their own can be compared.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.spec import Head, read_spec
+from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
@@ -27,6 +28,7 @@ from hybridflow.errors import CheckpointError, UserError
 from hybridflow.inspection.findings import Finding
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 from hybridflow.parallel.ranks import counted
+from hybridflow.placement.placed import head_of
 from hybridflow.rewards.specs import pool_specs
 
 AREA = "inputs"
@@ -58,7 +60,7 @@ def _inspections(
     for name, role in config.roles().items():
         models.setdefault(role.model, []).append(name)
     for path, roles in models.items():
-        yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
+        yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path), roles)
     yield "tokenizer", THERE, partial(_tokenizer, Path(config.trained.model), tokenizers)
     if len(config.roles()) > 1:
         yield "tokenizers", "take models that read the same tokens", partial(_same_tokens, config)
@@ -76,24 +78,32 @@ def _inspections(
         yield f"functions {', '.join(names)}", where, partial(_user_functions, config)
 
 
-def check_weights(path: Path, spec: ModelSpec) -> set[Path]:
-    """The files of a model's weights; their headers alone are read. Errors: CheckpointError for a missing tensor."""
+def heads_of(roles: Sequence[str]) -> list[Head]:
+    """The heads that one model has in these roles, each once."""
+    return list(dict.fromkeys(map(head_of, roles)))
+
+
+def check_weights(path: Path, heads: Collection[Head]) -> set[Path]:
+    """The files of a model's weights, whose headers alone are read. heads: those that the roles of a run give it.
+
+    Errors: CheckpointError for a missing tensor. Only a value head may be missing, which a run makes.
+    """
+    spec = read_spec(path)
     weights = open_checkpoint(path, spec)
-    lacking = [name for name in _names(spec) if name not in weights]
+    needed = [weight for head in heads for weight in model_weights(spec, head) if weight != VALUE_HEAD]
+    names = list(dict.fromkeys(name for weight in needed for name in weight.hf))
+    lacking = [name for name in names if name not in weights]
     if lacking:
-        raise CheckpointError(f"{path}: no tensor {lacking[0]}, and {len(lacking) - 1} more that config.json asks for")
-    return {weights.file_of(name) for name in _names(spec)}
+        more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise CheckpointError(f"{path}: no tensor {lacking[0]}{more} that config.json asks for")
+    return {weights.file_of(name) for name in names}
 
 
-def _model(path: Path) -> Inspected:
-    files = check_weights(path, read_spec(path))
+def _model(path: Path, roles: Sequence[str]) -> Inspected:
+    files = check_weights(path, heads_of(roles))
     size = sum(file.stat().st_size for file in files)
     digest = digest_files([path / "config.json"], path).hex()
     return f"{path}: {counted(len(files), 'file')} of weights, {size / 1e9:,.2f} GB", {f"config.json of {path}": digest}
-
-
-def _names(spec: ModelSpec) -> list[str]:
-    return [name for weight in model_weights(spec, spec.head) for name in weight.hf]
 
 
 def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:

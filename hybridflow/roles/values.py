@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import LossMean
-from hybridflow.architecture.tables import VALUE_HEAD
 from hybridflow.architecture.weight import Weight
-from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weight_files import check_score_head
 from hybridflow.batch import RolloutBatch, Tokens, to_device_async
 from hybridflow.config import RewardModelConfig
-from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.parallel.exchange import PartialTensor
@@ -62,7 +60,7 @@ class RewardModel(Role):
 
     def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
         assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
-        _check_head(placed)
+        check_score_head(placed.name, placed.spec)
         super().__init__(placed, recompute="none", world=world)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -104,15 +102,6 @@ def _linear(gradients: Tensor) -> PerOutputLoss:
 
 def _sum_of_sequences(batch: RolloutBatch) -> LossMean:
     return LossMean(torch.ones(len(batch)), 1)
-
-
-def _check_head(placed: PlacedModel) -> None:
-    """Without the head's weight the model would score everything 0; a critic may start so."""
-    name = VALUE_HEAD.hf[0]
-    if name not in open_checkpoint(placed.spec.path, placed.spec):
-        raise CheckpointError(
-            f"{placed.name}.model = {placed.spec.path} has no {name}: each score would be 0. Give a model that scores"
-        )
 
 
 def _as_is(values: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -324,7 +324,12 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "tp", "message"),
     [
-        ({}, 4, "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: 6 = 1 x 4 + 2. Write 1, 2"),
+        (
+            {},
+            4,
+            "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: "
+            "6 = 1 x 4 + 2. Divisors below 4 are 1, 2, 3",
+        ),
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
@@ -346,12 +351,14 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
         (
             {"num_heads": 9, "num_kv_heads": 9},
             3,
-            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1",
+            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1. Divisors "
+            "below 3 are 1, 2",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9, "ffn_hidden_size": 42},
             3,
-            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2",
+            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2. Divisors "
+            "below 3 are 1, 2",
         ),
         (
             {"num_experts": 4, "family": "qwen3_moe"},

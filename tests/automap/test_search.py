@@ -418,5 +418,18 @@ def test_a_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "SAID_EVERY", 0.01)
     lines: list[str] = []
     search(request("config.yaml", 4, say=lines.append))
-    assert lines and lines[0].startswith("search on 4 ranks of 1.02e+03 GiB: ")
+    assert lines and lines[0].startswith("search on 4 ranks of 1,024 GiB: ")
     assert any(re.search(r"placement \d+ of \d+, [\d,]+ branches, \d+ s$", line) for line in lines)
+
+
+def test_a_suggestion_that_hosts_refuse_is_left_out() -> None:
+    """The plan suggests more tensor-parallel ranks than a host has; the search goes on without that."""
+    own = [f"{role}.model={ROOT}/configs/shapes/llama-3.3-70b" for role in ("actor",)]
+    config = load_config(
+        ROOT / "configs/recipes/ultrachat_mistral_7b_sft.yaml", [*own, "actor.tensor_parallel_size=4", ON_GPUS]
+    )
+    device = load_profile("h100").model_copy(update={"ranks_per_host": 4})
+    asked = SearchRequest(config, 16, device, 118 << 30, seconds=0.0)
+    assert _Search(asked, exhaustive=False)._given()[:2] == (None, [])
+    roomy = replace(asked, profile=device.model_copy(update={"ranks_per_host": 8}))
+    assert _Search(roomy, exhaustive=False)._given()[1]

@@ -5,11 +5,15 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import hybridflow.cli.refusals as refusals
+import hybridflow.data.inputs as of_inputs
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cli.refusals import check_here
 from hybridflow.config import ExperimentConfig
@@ -153,3 +157,46 @@ def test_a_tensor_that_is_missing_is_told_by_its_name(inputs: Path, tmp_path: Pa
     config = config_of(Start(breaks=_without_weights), inputs, tmp_path)
     with pytest.raises(ConfigError, match=r"no tensor model\.layers\.\d+\.\S+, and \d+ more"):
         check_here(config, 2)
+
+
+@pytest.mark.parametrize("missing", ["score.weight", "lm_head.weight", "snapshot"])
+def test_what_a_run_makes_or_fetches_is_not_missed(missing: str, inputs: Path, tmp_path: Path) -> None:
+    """A critic's value head; the output layer that a critic does not have; weights of the Hub that are not here yet."""
+    start = config_of(Start(), inputs, tmp_path)
+    critic = tmp_path / "snapshots" / "abc" if missing == "snapshot" else tmp_path / "inputs" / "critic"
+    if missing != "score.weight":
+        shutil.copytree(tmp_path / "inputs" / "policy", critic, dirs_exist_ok=True)
+    file = critic / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    if missing != "snapshot":
+        save_file({name: tensor for name, tensor in tensors.items() if name != missing}, file)
+        assert missing in tensors
+    tree = start.model_dump(mode="json")
+    tree["critic"]["model"] = str(critic)
+    check_here(config_class(tree).from_tree(tree, "config.yaml"), 2)
+
+
+def test_a_reward_model_without_its_head_is_refused(inputs: Path, tmp_path: Path) -> None:
+    config = config_of(Start(), inputs, tmp_path)
+    file = tmp_path / "inputs" / "reward" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "score.weight"}, file)
+    with pytest.raises(ConfigError, match=r"reward\.models\.0\.model = .* has no score\.weight: each score would be 0"):
+        check_here(config, 2)
+
+
+def test_a_large_train_file_is_not_opened_for_each_held_out_set(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(Start(data={"checked_mib": 0, "heldout": str(inputs / "heldout.jsonl")}), inputs, tmp_path)
+    opened: list[str] = []
+    for module in (refusals, of_inputs):
+        opens = module.open_files
+        monkeypatch.setattr(module, "open_files", partial(_noted, opened, opens))
+    check_here(config, 2)
+    assert opened == ["data.train", "data.heldout"]  # for their columns
+
+
+def _noted(opened: list[str], opens: Callable[..., Any], files: Any, key: str) -> Any:
+    opened.append(key)
+    return opens(files, key)

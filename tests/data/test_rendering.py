@@ -1,10 +1,12 @@
 """What the first lines say of how rows become text, what an export records, and where an earlier run did otherwise."""
 
+import datetime
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -220,6 +222,18 @@ def grpo(tmp_path: Path, **data: Any) -> ExperimentConfig:
         "algorithm": {"name": "grpo"},
     }
     return config_class(tree).from_tree(tree, tmp_path / "config.yaml")
+
+
+def test_arguments_of_a_row_may_be_dates(tmp_path: Path) -> None:
+    """As Parquet has them; a record has their text."""
+    file = tmp_path / "rows.parquet"
+    day = {"prompt": ASKS, "chat_template_kwargs": {"day": datetime.date(2024, 1, 1)}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([day]), file)
+    data = DataConfig(train=str(file), prompts_per_iteration=1, max_prompt_length=100)
+    files = open_files(data.train, "data.train")
+    found = prompt_rendering(data, files, byte_tokenizer(CHATML + "{{ day }}"), by_template=True)
+    assert found.record["chat_template_kwargs"] == {"day": "2024-01-01"} and '{"day": "2024-01-01"}' in str(found.line)
+    write_record(tmp_path, found.record)
 
 
 def test_grpo_after_dpo_says_what_dpo_rendered_otherwise(tmp_path: Path) -> None:

@@ -162,3 +162,16 @@ def test_a_large_file_is_there_at_once_and_costs_a_number_a_row(tmp_path) -> Non
     assert 8_000_000 <= held_bytes(lambda: load(path, checked=1 << 20)) < 8_200_000
     assert load(path, checked=1 << 20).batch([999_999]).columns == {"row": (1,)}
     assert open_files(path, "data.train").num_bytes == path.stat().st_size
+
+
+def test_the_first_rows_are_looked_at_once_and_nothing_else(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that the rules leave nothing of, too: a run says that as it checks or draws."""
+    rows = load(write(tmp_path / "a.jsonl", long=range(NUM_ROWS)), checked=0, draws=False).rows
+    encoded: list[int] = []
+    encode = rows._encode
+    monkeypatch.setattr(rows, "_encode", lambda given: (encoded.append(len(given)), encode(given))[1])
+    assert (rows.look_at_first(6), encoded) == (0, [5])  # one is no JSON
+    strict = load(write(tmp_path / "b.jsonl"), checked=0, draws=False, bad_rows="error").rows
+    assert strict.look_at_first(5) == 4  # rows 0 to 4, of which one is too long
+    with pytest.raises(DataError, match=r"b\.jsonl, line 6: is not JSON"):
+        strict.look_at_first(6)
