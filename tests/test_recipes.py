@@ -79,6 +79,13 @@ def test_a_recipe_of_a_job_loads_has_its_place_and_fits(name, plan) -> None:
     assert found["verdict"]["left_bytes"] / 2**30 == pytest.approx(GIB_LEFT[name], abs=0.05)
 
 
+def test_the_page_says_how_many_gib_are_left() -> None:
+    rows = re.findall(r"\| (\d+) \| `([\w.]+)` \| ([\d.]+) \|", (ROOT / "docs" / "guides" / "data.md").read_text())
+    assert {name: int(ranks) for ranks, name, _ in rows} == {name: WORLD_SIZES[name] for name in GIB_LEFT}
+    for _, name, gib in rows:
+        assert float(gib) == pytest.approx(GIB_LEFT[name], abs=0.06)
+
+
 def said_by(name: str) -> str:
     """What stands above a recipe, in one line."""
     lines = (ROOT / "configs" / "recipes" / f"{name}.yaml").read_text().splitlines()
