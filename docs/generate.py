@@ -17,7 +17,18 @@ DOCS = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))  # before docs/, which is no place of packages
 
-from docs.generator import algorithms, api, cli, config_keys, families, fields, metrics, refused_pairs, statuses  # noqa: E402 (needs that path)  # noqa: E402 (the same)
+from docs.generator import (  # noqa: E402 (needs that path)
+    algorithms,
+    api,
+    cli,
+    config_keys,
+    families,
+    fields,
+    metrics,
+    model_facts,
+    refused_pairs,
+    statuses,
+)
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli.page,
@@ -33,6 +44,7 @@ PARTS: Mapping[str, Callable[[str], str]] = {
     "family": families.part,
     "layouts": families.part,
     "fields": fields.part,
+    "facts": model_facts.part,
 }
 # in pages written by hand: from `<!-- generated: NAME ... -->` to `<!-- end of generated -->`
 MARKED = re.compile(r"(<!-- generated: (?P<what>[^>]*?) -->\n).*?(<!-- end of generated -->)", re.DOTALL)

@@ -17,11 +17,13 @@ import yaml
 from docs import draw_architecture, generate
 from docs.generator.api import NAMES, with_lists
 from docs.generator.command_lines import parser_of, subcommands, why_not
-from docs.generator.families import LAYOUTS, marks
+from docs.generator.families import CONFIG, LAYOUTS, marks
 from docs.generator.fields import objectives_table
+from docs.generator.model_facts import LEAN, RAN, facts
 from docs.hooks import with_links
 from hybridflow.architecture.families import FAMILIES
 from hybridflow.cli.main import COMMANDS
+from hybridflow.cli.plan import main as plan
 from hybridflow.config.files import read_tree
 from hybridflow.config.key_list import entries
 from hybridflow.config.kinds import config_class
@@ -403,10 +405,37 @@ def test_the_layouts_of_models_are_current() -> None:
 
 def test_every_family_has_a_page_with_three_layouts() -> None:
     parts = [mark for page in (DOCS / "models").glob("*.md") for mark in marks(page.read_text())]
-    assert sorted(parts) == sorted(f"{part} {name}" for part in ("family", "layouts") for name in FAMILIES)
+    kinds = ("facts", "family", "layouts")
+    assert sorted(parts) == sorted(["facts", *(f"{kind} {name}" for kind in kinds for name in FAMILIES)])
     assert LAYOUTS.keys() == FAMILIES.keys()
     for layouts in LAYOUTS.values():
         assert {layout.gpus for layout in layouts} >= {1, 8, 64}
+
+
+def test_the_facts_of_a_model_are_those_of_code_plans_and_configs() -> None:
+    ran, replay, context, adapters, gpus, recipes = facts("Glm4MoeLite")
+    assert (ran, replay, gpus) == ("no", "yes", "glm-4.7-flash: 8, LoRA 1")
+    assert context == "202,752 tokens, more by `hf_overrides`; context parallelism"
+    assert adapters.startswith("`q_a_proj`, `kv_a_proj_with_mqa`, `q_b_proj`, `o_proj`")
+    assert re.findall(r"\[(.*?)\]", recipes) == ["glm_4.7_flash_dpo", "glm_4.7_flash_dpo_grpo"]
+    assert facts("OPT")[1:3] == ("no experts", "2,048 tokens, no more; context parallelism")
+
+
+@pytest.mark.parametrize(("gpus", "ep", "status"), [(8, 8, 0), (4, 4, 3)])
+def test_the_least_gpus_of_a_model_are_those_of_a_plan(gpus, ep, status, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    sizes = ("actor.tensor_parallel_size=4", f"actor.expert_parallel_size={ep}", "actor.sequence_parallel=true")
+    given = ("actor.model=configs/shapes/glm-4.7-flash", *LEAN, *sizes, "rollout.tensor_parallel_size=4")
+    assert plan([str(CONFIG), "--world-size", str(gpus), "--memory-gib", "80", *given]) == status, (
+        capsys.readouterr().err
+    )
+
+
+def test_models_that_ran_on_a_gpu_are_those_of_the_page_on_gpus() -> None:
+    said = (DOCS / "explanation" / "gpus.md").read_text()
+    for part in ("GRPO, Llama-3.2-1B's shape", "PPO, four 1B models", "8 layers, 64 experts of 768", "No run has used"):
+        assert part in said
+    assert RAN.keys() == {"Llama", "Qwen3Moe"}
 
 
 def test_generated_pages_name_no_machine() -> None:
