@@ -1,4 +1,4 @@
-"""The config of an evaluation, made of the config of a run or of nothing: trees in, trees out. Pure.
+"""The config of an evaluation, made of the config of a run or of nothing: trees in, trees out.
 
 tree = evaluation_tree(read_tree("runs/math/config.yaml"), model="runs/math/hf", name="hf", output_dir="...", ...)
 """
@@ -77,9 +77,9 @@ def evaluation_tree(
 
 
 def with_overrides(tree: Mapping[str, Any], model: str, recorded: Mapping[str, Any], *, adapted: bool) -> Tree:
-    """`actor.hf_overrides` as the evaluated model has it: recorded, else the tree's, but of no other whole model.
+    """`actor.hf_overrides` of the evaluated model: what its adapters record, else what the tree says.
 
-    recorded: beside the adapters of a model that is adapted.
+    Where no adapters are evaluated, the tree's key is of the tree's model alone.
     """
     actor = dict(_section(tree, "actor"))
     given, named = actor.pop("hf_overrides", None), actor.get("model")
