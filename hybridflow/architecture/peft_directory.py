@@ -34,7 +34,8 @@ from hybridflow.formats.weights_digest import weights_digest
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE = "base_weights.json"  # of hybridflow alone: a digest of the weights that the adapters were trained beside
+BASE = "base_weights.json"  # of hybridflow alone: what the adapters were trained beside
+DIGEST, OVERRIDES = "base_weights", "hf_overrides"  # fields of this file: of the weights; of the role
 LAYERS = ("model.layers.", "model.decoder.layers.")
 # What a config may say beside rank, alpha and names; everything else changes what the adapters compute.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -277,16 +278,31 @@ def write_adapter_weights(directory: Path, tensors: Mapping[str, Tensor]) -> Non
 
 def write_adapter_config(directory: Path, spec: ModelSpec, head: Head, base_digest: str | None = None) -> None:
     (directory / CONFIG).write_text(json.dumps(adapter_config(spec, head), indent=2) + "\n", encoding="utf-8")
-    if base_digest is not None:
-        (directory / BASE).write_text(json.dumps({"base_weights": base_digest}) + "\n", encoding="utf-8")
+    beside = {DIGEST: base_digest, OVERRIDES: spec.overrides}
+    if known := {name: value for name, value in beside.items() if value}:
+        (directory / BASE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
 
 def is_other_base(adapter: Path, base: Path) -> bool:
     """Whether the adapters were trained beside other weights than these; not where nothing says it."""
-    if not (adapter / BASE).is_file():
-        return False
-    named = json.loads((adapter / BASE).read_bytes()).get("base_weights")
-    return bool(named != weights_digest(base).hex())
+    named = _trained_beside(adapter).get(DIGEST)
+    return named is not None and bool(named != weights_digest(base).hex())
+
+
+def recorded_overrides(adapter: Path) -> dict[str, Any]:
+    """The `hf_overrides` that the adapters were trained with; {} where nothing says it. Errors: CheckpointError."""
+    found = _trained_beside(adapter).get(OVERRIDES, {})
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{adapter / BASE}: {OVERRIDES} = {found!r} must be an object: copy the file from the run again"
+        )
+    return found
+
+
+def _trained_beside(adapter: Path) -> dict[str, Any]:
+    file = adapter / BASE
+    wrong = f"{file}: is not JSON, copy the file from the run again: "
+    return parse_json(file.read_bytes(), wrong) if file.is_file() else {}
 
 
 def adapter_names(spec: ModelSpec, head: Head) -> list[str]:

@@ -97,6 +97,7 @@ class ModelSpec:
     window_rope: Rope = field(default=(), compare=False)  # of layers with windows, where another
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
     overriding: dict[str, Any] = field(default_factory=dict, compare=False)  # what stands in place of config.json's
+    overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # a role's `hf_overrides`
     lora: Lora | None = None  # the adapters that a role gives the model; config.json knows of none
 
     @property
@@ -310,7 +311,7 @@ def read_spec(path: str | Path, *, adapters: bool = False, overrides: Mapping[st
     else:
         family = FAMILIES[prefix]
     fields = ConfigFields(file, raw, family, wrapped=wrapped, overrides=overrides)
-    return ModelSpec(head=head, wrapped=wrapped, **fields.read(head))
+    return ModelSpec(head=head, wrapped=wrapped, overrides=dict(overrides or {}), **fields.read(head))
 
 
 def _text_config(file: Path, raw: dict[str, Any], architecture: str) -> tuple[Family, dict[str, Any]]:

@@ -183,11 +183,11 @@ def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:
     return by_template, kwargs if isinstance(kwargs, dict) else {}
 
 
-def spec_that_talks(model: Path) -> "ModelSpec":
+def spec_that_talks(model: Path, overrides: Mapping[str, Any] | None = None) -> "ModelSpec":
     """Of a model that generates. Errors: RunDirError for a reward model."""
     from hybridflow.architecture.spec import read_spec
 
-    spec = read_spec(model)
+    spec = read_spec(model, overrides=overrides)
     if spec.head == "score":
         raise RunDirError(
             f"{model}: is a reward model: it scores an answer and writes none. Chat needs a model that generates, such "

@@ -49,7 +49,7 @@ from hybridflow.cli.command import argument_parser, positive, print_error
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import SET_NAME
-from hybridflow.config.evaluation import MAX_TOKENS, bare_tree, evaluation_tree
+from hybridflow.config.evaluation import MAX_TOKENS, bare_tree, evaluation_tree, with_overrides
 from hybridflow.config.files import as_yaml, read_tree, read_value
 from hybridflow.config.hub import fetch_models, fetched, is_hub_name, use_variables
 from hybridflow.errors import CheckpointError, ConfigError, Reasons, RunDirError, UserError
@@ -247,24 +247,39 @@ def _of_checkpoint(run: Path, step: Path) -> EvaluatedModel:
 def _config(
     found: EvaluatedModel, options: Namespace, configs: list[str], overrides: list[str]
 ) -> tuple[Path, dict[str, Any]]:
-    """Which file says how, and what it says. Errors: ConfigError."""
+    """Which file says how, and what it says of the model. Errors: UserError."""
+    source, tree = _named_config(found, options, configs)
+    tree = with_overrides(tree, found.model, _recorded(found), adapted=found.adapter is not None)
+    return source, _with(tree, overrides)
+
+
+def _recorded(found: EvaluatedModel) -> dict[str, Any]:
+    """The `hf_overrides` that adapters were trained with. Errors: CheckpointError."""
+    if found.adapter is None:
+        return {}
+    from hybridflow.architecture.peft_directory import recorded_overrides  # torch loads for a second
+
+    return recorded_overrides(Path(found.adapter))
+
+
+def _named_config(found: EvaluatedModel, options: Namespace, configs: list[str]) -> tuple[Path, dict[str, Any]]:
     if configs:
-        return Path(configs[0]), read_tree(configs[0], overrides)
+        return Path(configs[0]), read_tree(configs[0])
     source = None if found.run is None else found.run / CONFIG
-    if source is not None and isinstance(read_tree(source).get("sampling"), dict):
-        return source, read_tree(source, overrides)
+    if source is not None and isinstance((tree := read_tree(source)).get("sampling"), dict):
+        return source, tree
     if not options.data:
         what = "no run" if source is None else f"a run on fixed data ({source})"
         raise ConfigError(f"{options.model}: is of {what}: give a CONFIG, or --data FILE and --reward FUNCTION")
     if options.reward is None:
         raise ConfigError("--data without a CONFIG needs --reward FUNCTION, such as hybridflow.rewards:numeric_match")
-    return source or Path(CONFIG), _with(_bare(found, options), overrides)
+    return source or Path(CONFIG), _bare(found, options)
 
 
 def _bare(found: EvaluatedModel, options: Namespace) -> dict[str, Any]:
     """Of a model alone: its chat template, and lengths that it takes."""
     directory = Path(fetched(found.model, "RUN_OR_MODEL"))
-    spec = spec_that_talks(directory)
+    spec = spec_that_talks(directory, _recorded(found))
     by_template, arguments = prompts_of_run(found.run or directory)
     from hybridflow.data.first_rows import hold_conversations  # it loads numpy and more
 

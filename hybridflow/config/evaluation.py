@@ -1,12 +1,14 @@
-"""The config of an evaluation, made of the config of a run or of nothing: trees in, trees out. Pure.
+"""The config of an evaluation, made of the config of a run or of nothing: trees in, trees out.
 
 tree = evaluation_tree(read_tree("runs/math/config.yaml"), model="runs/math/hf", name="hf", output_dir="...", ...)
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.data import is_sets, is_tasks
+from hybridflow.config.hub import cached_directory
 from hybridflow.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -72,6 +74,22 @@ def evaluation_tree(
         "checkpoint": NO_CHECKPOINTS,
         "metrics": metrics,
     }
+
+
+def with_overrides(tree: Mapping[str, Any], model: str, recorded: Mapping[str, Any], *, adapted: bool) -> Tree:
+    """`actor.hf_overrides` of the evaluated model: what its adapters record, else what the tree says.
+
+    Where no adapters are evaluated, the tree's key is of the tree's model alone.
+    """
+    actor = dict(_section(tree, "actor"))
+    given, named = actor.pop("hf_overrides", None), actor.get("model")
+    kept = recorded or (given if adapted or _is_same(model, named) else None)
+    return {**tree, "actor": actor if kept is None else {**actor, "hf_overrides": kept}}
+
+
+def _is_same(model: str, named: object) -> bool:
+    one, other = (Path(cached_directory(each)).expanduser().resolve() for each in (model, str(named)))
+    return one == other
 
 
 def bare_tree(

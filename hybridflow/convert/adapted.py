@@ -25,6 +25,7 @@ from hybridflow.architecture.peft_directory import (
     lora_of_directory,
     open_adapter,
     read_adapter_config,
+    recorded_overrides,
     write_adapter_weights,
 )
 from hybridflow.architecture.spec import Head, ModelSpec, read_spec
@@ -86,7 +87,7 @@ def open_adapted(path: Path, base: str | None = None, *, key: str = "SRC") -> Ad
     survey = open_survey(base_directory(path, base, key=key))
     survey.check()
     lora = lora_of_directory(path, survey.spec, key)
-    spec = replace(survey.spec, lora=lora)
+    spec = replace(read_spec(survey.spec.path, overrides=recorded_overrides(path)), lora=lora)
     adapter = open_adapter(path, lora)
     head = _head(survey, adapter, said, path)
     named = said.get("base_model_name_or_path")

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from hybridflow.architecture.adapter_weights import is_linear, modules_of
 from hybridflow.architecture.lora import ALL_LINEAR, Lora, names
-from hybridflow.architecture.peft_directory import check_no_score, lora_of_directory
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.peft_directory import check_no_score, lora_of_directory, recorded_overrides
+from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import layer_weights
+from hybridflow.config.files import as_flow
 from hybridflow.config.lora import ALPHA, RANK, LoraConfig
 from hybridflow.errors import ConfigError
 
@@ -35,7 +36,21 @@ def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> 
             raise ConfigError(
                 f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave {key}.{field} out"
             )
+    _check_overrides(f"{key.removesuffix('.lora')}.hf_overrides", name, path, spec)
     return found
+
+
+def _check_overrides(key: str, name: str, path: Path, spec: ModelSpec) -> None:
+    """Adapters that were trained with `hf_overrides` go on with the same positions. Errors: ConfigError."""
+    if not (recorded := recorded_overrides(path)):
+        return
+    trained = read_spec(spec.path, overrides=recorded)
+    if (trained.max_positions, trained.rope) != (spec.max_positions, spec.rope):
+        raise ConfigError(
+            f"{key} = {as_flow(spec.overrides)}: the adapters of {name} = {path} were trained with "
+            f"{as_flow(recorded)}. Write {key}: {as_flow(recorded)}, or merge the adapters by `hybridflow convert` "
+            "and train the merged model"
+        )
 
 
 def _check_names(key: str, lora: Lora, spec: ModelSpec) -> None:

@@ -11,13 +11,17 @@ from safetensors.torch import load_file
 
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.peft_directory import (
+    BASE,
     AdapterFile,
     Adapters,
     adapter_config,
     adapter_names,
+    is_other_base,
     left_out_by_peft,
     lora_of_directory,
+    recorded_overrides,
     write_adapter,
+    write_adapter_config,
 )
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import model_weights
@@ -188,6 +192,27 @@ def test_a_directory_that_is_written_is_read_again(base: Path, tmp_path: Path) -
     lora = lora_of_directory(tmp_path / "ours", read_spec(base), KEY)
     assert (lora.rank, lora.alpha, lora.use_rslora) == (4, 6.0, True)
     assert lora.targets == lora_of_directory(tmp_path / "peft", read_spec(base), KEY).targets
+
+
+def test_what_the_adapters_were_trained_beside_is_recorded(base: Path, tmp_path: Path) -> None:
+    """Digest and hf_overrides in one file; none where there is neither."""
+    overrides, other = {"max_position_embeddings": 400}, make_checkpoints(tmp_path, family="qwen3", tied=False)
+    for given, digest, expected in (
+        ({}, None, None),
+        ({}, "ab", {"base_weights": "ab"}),
+        (overrides, None, {"hf_overrides": overrides}),
+        (overrides, "ab", {"base_weights": "ab", "hf_overrides": overrides}),
+    ):
+        spec = replace(read_spec(base, overrides=given), lora=Lora(4, 6.0))
+        (directory := tmp_path / f"{len(given)}{digest}").mkdir()
+        write_adapter_config(directory, spec, "lm", digest)
+        found = json.loads((directory / BASE).read_text()) if (directory / BASE).exists() else None
+        assert (found, recorded_overrides(directory)) == (expected, given)
+        assert is_other_base(directory, other / "policy") == (digest is not None)
+    for text, said in (('{"hf_overrides": 3}', "hf_overrides = 3 must be an object"), ("{", "is not JSON")):
+        (directory / BASE).write_text(text)
+        with pytest.raises(CheckpointError, match=f"base_weights.json: {said}.*copy the file from the run again"):
+            recorded_overrides(directory)
 
 
 @pytest.mark.parametrize("family", ["glm", "opt", "glm4_moe"])

@@ -91,6 +91,7 @@ def test_adapters_are_merged_for_the_engine(policy: Path, tmp_path: Path) -> Non
     (run / "checkpoints" / "step_000007").mkdir(parents=True)
     (run / "config.yaml").write_text("name: x\ndata: {chat_template: true}\n")
     adapter = write_by_hand(policy, run / "adapter", modules)
+    (adapter / "base_weights.json").write_text('{"hf_overrides": {"max_position_embeddings": 999}}')
     actor = save_as_run(adapter, policy, run / "checkpoints" / "step_000007" / "actor")
     (run / "checkpoints" / "step_000007" / "manifest.json").write_text("{}")
     assert [model_directory(given) for given in (adapter, actor, run)] == [adapter, actor, actor]
@@ -102,6 +103,7 @@ def test_adapters_are_merged_for_the_engine(policy: Path, tmp_path: Path) -> Non
         changed = {name.removesuffix(".weight") for name in base if not torch.equal(weights[name], base[name])}
         assert changed == set(modules)
         assert (one / "tokenizer.json").is_file()
+        assert json.loads((one / "config.json").read_text())["max_position_embeddings"] == 999
     assert not one.exists() and not other.exists()
     with whole_model(policy, None) as whole:
         assert whole == policy

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from hybridflow.architecture.spec import read_spec
 from hybridflow.checkpoint.store import begin, publish
 from hybridflow.cli.evaluate import EvaluatedModel, _config, evaluated_model, named_set
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import with_neutral
-from hybridflow.config.evaluation import bare_tree, evaluation_tree
+from hybridflow.config.evaluation import bare_tree, evaluation_tree, with_overrides
 from hybridflow.errors import ConfigError, RunDirError
+from hybridflow.placement.placed import of_role
 from tests.distributed.tiny_experiment import make_inputs
 from tests.launch import ROOT, of_no_rank
 from tests.peft_models import save_as_run, write_by_hand
@@ -91,6 +93,47 @@ def test_adapters_of_a_run_on_fixed_data_have_its_positions(tmp_path: Path) -> N
     for adapter, expected in ((str(run / "adapter"), overrides), (None, None)):
         _, tree = _config(EvaluatedModel(str(base), "x", run, adapter=adapter), options, [], [])
         assert tree["actor"].get("hf_overrides") == expected
+
+
+def test_adapters_have_the_positions_that_they_were_trained_with(tmp_path: Path) -> None:
+    """Whatever a config of another model says, and without any config; the command line comes last."""
+    base = make_inputs(tmp_path / "inputs") / "policy"
+    modules = {f"model.layers.{layer}.self_attn.o_proj": (256, 256) for layer in range(2)}
+    adapter = write_by_hand(base, tmp_path / "adapter", modules)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    recorded = {"max_position_embeddings": 1024, "rope_scaling": yarn}
+    (adapter / "base_weights.json").write_text(json.dumps({"hf_overrides": recorded}))
+    other, key = tmp_path / "other.yaml", {"hf_overrides": {"max_position_embeddings": 8192}}
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1+2="}\n')
+    options = Namespace(model=str(adapter), data=[str(tmp_path / "x.jsonl")], reward="a:b", max_tokens=900)
+    found, sets = evaluated_model(str(adapter), None), {"x": str(tmp_path / "x.jsonl")}
+    for actor, configs, prompt in (({}, [], 1024 - 900), ({}, [str(other)], 100), (key, [str(other)], 100)):
+        other.write_text(json.dumps({**MINIMAL, "actor": MINIMAL["actor"] | actor}))
+        _, tree = _config(found, options, configs, [])
+        config = made(tree, model=found.model, adapter=found.adapter, sets=sets)
+        spec = of_role(config, "actor", read_spec(base))
+        assert (spec.max_positions, spec.rope) == (1024, read_spec(base, overrides=recorded).rope)
+        assert spec.rope != read_spec(base).rope and spec.lora is not None
+        assert config.data.max_prompt_length == prompt, "without a config what a response leaves of the positions"
+    _, tree = _config(found, options, [str(other)], ["actor.hf_overrides.max_position_embeddings=512"])
+    config = made(tree, model=found.model, adapter=found.adapter, sets=sets)
+    with pytest.raises(ConfigError, match=r"^actor.hf_overrides = {max_position_embeddings: 512, .* were trained with"):
+        of_role(config, "actor", read_spec(base))
+
+
+def test_a_whole_model_has_the_overrides_of_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = {"hf_overrides": {"max_position_embeddings": 256}}
+    tree = {**MINIMAL, "actor": MINIMAL["actor"] | key}
+    for model, kept in (("models/policy", key), (f"{tmp_path}/models/../models/policy", key), ("models/value", {})):
+        found = with_overrides(tree, model, {}, adapted=False)
+        assert found == {**tree, "actor": MINIMAL["actor"] | kept}
+        made(found, sets={"x": "x.jsonl"})
+    assert with_overrides(tree, "models/value", {}, adapted=True) == tree
+    (tmp_path / "a.yaml").write_text(json.dumps(tree))
+    options, given = Namespace(model="models/value", data=[]), "actor.hf_overrides.max_position_embeddings=512"
+    _, found = _config(EvaluatedModel("models/value", "x", None), options, ["a.yaml"], [given])
+    assert found["actor"]["hf_overrides"] == {"max_position_embeddings": 512}, "the command line means this model"
 
 
 def test_an_evaluation_has_the_adapters_that_are_named_and_no_others() -> None:

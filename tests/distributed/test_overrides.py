@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hybridflow.architecture.peft_directory import recorded_overrides
+from hybridflow.convert.adapted import to_peft
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 from tests.launch import run_ranks
@@ -134,5 +136,9 @@ def test_adapters_that_are_merged_hold_them_too(root: Path, tmp_path: Path) -> N
     """Their base model lies in a directory with the original config.json."""
     expected = json.loads((root / "qwen3_moe_file" / "hf" / "config.json").read_text())
     assert json.loads((root / "lora_key" / "hf" / "config.json").read_text()) == expected
-    to_huggingface(root / "lora_key" / "checkpoints" / "step_000001" / "actor", tmp_path / "converted")
-    assert json.loads((tmp_path / "converted" / "config.json").read_text()) == expected
+    actor, adapter = root / "lora_key" / "checkpoints" / "step_000001" / "actor", root / "lora_key" / "adapter"
+    to_peft(actor, tmp_path / "extracted")
+    for source in (actor, adapter, tmp_path / "extracted"):
+        to_huggingface(source, tmp_path / "converted", overwrite=True)
+        assert json.loads((tmp_path / "converted" / "config.json").read_text()) == expected
+        assert recorded_overrides(source) == {"max_position_embeddings": LONGEST, "rope_scaling": YARN}

@@ -1,12 +1,15 @@
 """What a role's section `lora` comes to for a model: names, conflicts, and a directory of PEFT."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from hybridflow.architecture.lora import Lora
+from hybridflow.architecture.peft_directory import BASE
 from hybridflow.architecture.spec import read_spec
+from hybridflow.config.files import as_flow
 from hybridflow.config.lora import LoraConfig
 from hybridflow.errors import ConfigError
 from hybridflow.placement.adapters import linear_layers, read_lora
@@ -100,6 +103,35 @@ def test_a_directory_of_peft_says_all(root: Path, tmp_path: Path) -> None:
         assert found.startswith(told), found
     found = refused(root, "opt", adapter_path=str(peft))
     assert found.startswith("actor.lora.adapter_path: ") and "which is no linear layer of" in found
+
+
+def test_adapters_go_on_with_the_positions_that_they_were_trained_with(root: Path, tmp_path: Path) -> None:
+    """Under either name of the rotary embedding."""
+    save_adapter(model(root, "qwen3"), tmp_path / "peft", ("q_proj", "v_proj"))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    recorded = {"max_position_embeddings": 64, "rope_scaling": yarn}
+    given = LoraConfig(adapter_path=str(tmp_path / "peft"))
+    positions: list[dict[str, object]] = [
+        recorded,
+        {"max_position_embeddings": 64, "rope_parameters": yarn},
+        {},
+        {**recorded, "max_position_embeddings": 32},
+        {**recorded, "rope_scaling": {**yarn, "factor": 8.0}},
+    ]
+    specs = [read_spec(model(root, "qwen3"), overrides=overrides) for overrides in positions]
+    plain = [read_lora(KEY, given, spec, 5) for spec in specs]
+    (tmp_path / "peft" / BASE).write_text(json.dumps({"hf_overrides": recorded}))
+    assert [read_lora(KEY, given, spec, 5) for spec in specs[:2]] == plain[:2]
+    for overrides, spec in zip(positions[2:], specs[2:], strict=True):
+        with pytest.raises(ConfigError) as caught:
+            read_lora(KEY, given, spec, 5)
+        assert str(caught.value) == (
+            f"actor.hf_overrides = {as_flow(overrides)}: the adapters of {KEY}.adapter_path = {tmp_path / 'peft'} were "
+            "trained with {max_position_embeddings: 64, rope_scaling: {rope_type: yarn, factor: 4.0, "
+            "original_max_position_embeddings: 16}}. Write actor.hf_overrides: {max_position_embeddings: 64, "
+            "rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}}, or merge the "
+            "adapters by `hybridflow convert` and train the merged model"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Adapters merged and extracted, with PEFT as the reference."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,28 @@ def test_a_base_model_that_was_trained_further_is_noticed(models: Models, tmp_pa
     with pytest.raises(ConfigError, match=r"base_model_name_or_path = .*has other weights than those that"):
         to_huggingface(adapter, tmp_path / "after")
     to_huggingface(adapter, tmp_path / "given", base=str(base))
+
+
+def test_a_merged_model_has_the_positions_that_the_adapters_were_trained_with(models: Models, tmp_path: Path) -> None:
+    """As if the base model's config.json said them; the file of the base model stays."""
+    base, changed, peft = models.copy(tmp_path / "base", "qwen3"), tmp_path / "changed", tmp_path / "peft"
+    save_adapter(base, peft, TARGETS["qwen3"])
+    to_huggingface(peft, tmp_path / "plain")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    said = json.loads((base / "config.json").read_text())
+    shutil.copytree(base, changed)
+    more = {"max_position_embeddings": 64, "rope_parameters": said["rope_parameters"] | yarn}
+    (changed / "config.json").write_text(json.dumps(said | more))
+    to_huggingface(peft, tmp_path / "expected", base=str(changed))
+    record = {"base_weights": weights_digest(base).hex()}
+    record["hf_overrides"] = {"max_position_embeddings": 64, "rope_scaling": yarn}
+    (peft / BASE).write_text(json.dumps(record))
+    to_huggingface(peft, tmp_path / "merged")
+    plain, expected, merged = (tmp_path / name for name in ("plain", "expected", "merged"))
+    assert json.loads((merged / "config.json").read_text()) == json.loads((expected / "config.json").read_text())
+    assert_same_bytes(merged, plain)
+    assert torch.equal(logits(model_of(merged)), logits(model_of(expected)))
+    assert not torch.equal(logits(model_of(merged)), logits(model_of(plain)))
 
 
 def test_the_base_model(models: Models, tmp_path: Path) -> None:
