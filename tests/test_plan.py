@@ -319,7 +319,7 @@ def test_all_reasons_are_told_at_once(errors) -> None:
 def test_a_model_that_another_run_will_write_is_planned_by_its_base(errors, plan) -> None:
     *others, last = errors("actor.model=runs/dpo/hf")
     assert any("runs/dpo/hf/config.json: no such file" in line for line in others)
-    assert last.endswith("give the base model of that run: actor.model=BASE")
+    assert last.endswith("such as its base model: actor.model=BASE")
     assert plan("actor.model=small")["world_size"] == 1
 
 

@@ -172,7 +172,7 @@ def _base_suggested(config: RunConfig) -> Iterator[None]:
         if not absent:
             raise
         raise ConfigError(
-            f"{error}\nfor a plan before another run has written a model, give the base model of that run: "
+            f"{error}\nto plan before a model is there, give a model of the same sizes, such as its base model: "
             f"{' '.join(absent)}"
         ) from error
 

@@ -86,7 +86,9 @@ def _of_this_machine(run: "PlacedModels") -> str:
     if run.cuda or run.config.platform == "cuda" or facts_of_gpus({}) is not None:
         return ""
     memory = host_memory()[1] // run.world_size
-    room = max(0, memory - LEAST_MEMORY)
+    if memory <= LEAST_MEMORY:  # a run of other machines
+        return ""
+    room = memory - LEAST_MEMORY
     found = Verdict(fullest(with_room(run, room)), room)
     where, needed = f"rank {found.fullest.rank} in {found.fullest.moment}", _gib(found.fullest.bytes)
     verdict = f"fits: {where} is fullest, with" if found.fits else f"does not fit: {where} needs"
@@ -96,7 +98,7 @@ def _of_this_machine(run: "PlacedModels") -> str:
 
 
 def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | None, world_size: int) -> str:
-    search = f"the option --search --gpus {world_size} looks for another layout."
+    search = f"the option --search --gpus {ranks or world_size} looks for another layout."
     if alone:
         return f"Would help: {', or '.join(map(_word, alone))}; {search}"
     words = " ".join(map(_word, together))

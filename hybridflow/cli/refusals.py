@@ -20,9 +20,11 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.config.world_size import TRIED, world_size_to_try
 from hybridflow.data.fields import rename_fields
+from hybridflow.data.messages import is_conversation
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
+from hybridflow.data.tokenizers import has_tokenizer
 from hybridflow.errors import ConfigError, DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
@@ -133,8 +135,10 @@ def missing_here(config: AnyConfig) -> list[str]:
     if not bare:
         return []
     reasons = Reasons()
-    reasons.lines.append(f"no weights in {', '.join(bare)}")
-    note_missing(config, reasons)
+    note_missing(config, reasons, reads=False)
+    if not reasons.lines and has_tokenizer(Path(config.trained.model)):
+        _note_unreadable(config, reasons)
+    reasons.lines.insert(0, f"no weights in {', '.join(bare)}")
     return list(dict.fromkeys(reasons.lines))
 
 
@@ -165,6 +169,11 @@ def _check_columns(row: Row, key: str, config: AnyConfig) -> None:
             return
         lacking = [name for name in ways[-1] if name not in fields]
         wanted, hint = f"field {lacking[0]!r}", "; data.columns says which of them stands for it"
+        talks = [name for name in fields if ways[0] == ("messages",) and is_conversation(fields[name])]
+        if talks:
+            first = next(iter(fields[talks[0]]), None)
+            form = " data.message_format=sharegpt" * (isinstance(first, dict) and "from" in first)
+            wanted, hint = "field 'messages'", f". A conversation is data.columns.messages={talks[0]}{form}"
     else:
         environment = config.data.environment
         if config.data.prompt_key in fields or (environment is not None and environment.begins_rows):
@@ -176,7 +185,8 @@ def _check_columns(row: Row, key: str, config: AnyConfig) -> None:
             except ValueError as error:
                 raise RowError(f"{row.where}: {error}", "nothing to score by") from error
             return
-        wanted, hint = f"key {config.data.prompt_key!r} (data.prompt_key)", ""
+        hint = f"; data.prompt_key={next(iter(fields), 'NAME')}, or data.columns, says which of them is the prompt"
+        wanted = f"key {config.data.prompt_key!r} (data.prompt_key)"
     raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")
 
 

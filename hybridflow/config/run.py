@@ -354,20 +354,23 @@ class RunConfig(Section):
                 raise ValueError(f"{name}: {asker} has none: remove the section {name}, or set {name}=null")
 
     def check_budgets(self, longest: int, keys: str) -> None:
-        """Let micro-batches of no given size hold the longest sequence.
+        """Let micro-batches of no given size hold the longest sequence; keys: those that make it so long.
 
-        keys: those that make it so long. Errors: ValueError for a given size below the longest sequence.
-        """
+        Errors: ValueError for a given size below the longest sequence."""
+        small: dict[str, int] = {}
         for name, role in self.roles().items():
             if role.micro_batch_tokens >= longest:
                 continue
             if "micro_batch_tokens" not in role.model_fields_set:
                 replace_role(self, name, role.model_copy(update={"micro_batch_tokens": longest}))
             else:
-                raise ValueError(
-                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
-                    f"{keys} = {longest}. Write {longest} or more, or leave the key out"
-                )
+                small[f"{name}.micro_batch_tokens"] = role.micro_batch_tokens
+        if small:
+            better = " ".join(f"{key}={longest}" for key in small)
+            raise ValueError(
+                f"{', '.join(f'{key} = {tokens}' for key, tokens in small.items())} cannot hold one sequence: "
+                f"{keys} = {longest}. Write {better} or more"
+            )
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Role -> layout, for roles with a layout: each grid fills the role's ranks."""

@@ -65,7 +65,8 @@ class Continuations:
             made = cls(template, tuple(schemas), end, earlier_turns, turn_ends)
             made._check()
         except RowError as error:
-            raise ConfigError(f"{WHERE}: the chat template of {name} cannot be used: {error}") from error
+            why = str(error).removeprefix(f"{WHERE}: ")
+            raise ConfigError(f"{WHERE}: the chat template of {name} cannot be used: {why}") from error
         return made
 
     @property

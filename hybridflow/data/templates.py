@@ -173,6 +173,8 @@ class ChatTemplate:
 
     def _render_as_read(self, messages: list[Message], where: str, how: Mapping[str, Any]) -> str:
         try:
+            if not self.tokenizer.chat_template:
+                raise RowError(f"the tokenizer has no chat template: {self._without_template()}", "no template")
             return _by_template(self.tokenizer, messages, how)
         except RowError as error:
             raise RowError(f"{where}: {error}", error.reason) from error

@@ -11,9 +11,11 @@ import pytest
 from hybridflow.cli import train
 from hybridflow.cli.refusals import note_missing
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.errors import Reasons
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, of_no_rank
+from tests.test_fixed_config import tree as fixed_tree
 from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.slow  # starts Python a few times
@@ -85,6 +87,18 @@ def test_a_column_that_is_missing(command: str, inputs: Path, tmp_path: Path) ->
     status, lines = told(command, config(tmp_path, inputs, data__prompt_key="question"))
     assert status == 1 and len(lines) == 1
     assert "train.jsonl, line 1: has no key 'question' (data.prompt_key); its fields are prompt" in lines[0]
+    assert "data.prompt_key=prompt, or data.columns" in lines[0]
+
+
+def test_conversations_of_another_trainer_are_told_with_the_keys(tmp_path: Path) -> None:
+    """ShareGPT's, in a run of SFT; and a file whose prompts have another name."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}\n')
+    sft = fixed_tree(data={"train": str(file), "batch_size": 2, "max_length": 9})
+    found = Reasons()
+    note_missing(FixedDataConfig.from_tree(sft, "x.yaml"), found)
+    told_keys = "A conversation is data.columns.messages=conversations data.message_format=sharegpt"
+    assert any(line.endswith(told_keys) for line in found.lines), found.lines
 
 
 def test_a_row_that_nothing_can_score(inputs: Path, tmp_path: Path) -> None:

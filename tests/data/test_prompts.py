@@ -453,7 +453,7 @@ def test_the_first_prompt_says_whether_the_chat_template_renders(
 def test_a_tokenizer_without_a_chat_template_is_an_error(prompt_file) -> None:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="line 1: prompt: the tokenizer's chat template cannot render it"):
+    with pytest.raises(DataError, match="line 1: prompt: the tokenizer has no chat template: messages need one"):
         load(prompt_file({"prompt": [message("why")]}), tokenizer=tokenizer, chat_template=True)
 
 
