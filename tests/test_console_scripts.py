@@ -106,6 +106,10 @@ def test_plan(here: Path) -> None:
     assert done.stderr.splitlines() == [
         like("hybridflow-plan: error: inputs/absent/config.json: no such file; a model is a HuggingFace directory"),
         like("hybridflow-plan: error: reward function my_rewards:LIMIT: is a int, which cannot be called"),
+        like(
+            "hybridflow-plan: error: to plan before a model is there, give a model of the same sizes, such as its base "
+            "model: actor.model=BASE"
+        ),
     ]
 
 

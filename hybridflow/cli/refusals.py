@@ -135,10 +135,10 @@ def missing_here(config: AnyConfig) -> list[str]:
     if not bare:
         return []
     reasons = Reasons()
+    reasons.lines.append(f"no weights in {', '.join(bare)}")
     note_missing(config, reasons, reads=False)
-    if not reasons.lines and has_tokenizer(Path(config.trained.model)):
+    if len(reasons.lines) == 1 and has_tokenizer(Path(config.trained.model)):
         _note_unreadable(config, reasons)
-    reasons.lines.insert(0, f"no weights in {', '.join(bare)}")
     return list(dict.fromkeys(reasons.lines))
 
 
