@@ -137,12 +137,13 @@ def _search(options: argparse.Namespace) -> None:
     from hybridflow.automap.timing import work_of
     from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
+    from hybridflow.cli.plan_verdict import on_devices_of
     from hybridflow.cli.refusals import check_before_search
     from hybridflow.trainers.auto import facts_by
 
-    with _base_suggested(config):
-        missing = check_before_search(config)
     facts = facts_by(_profile(options, tree), _memory(options))
+    with _base_suggested(config):
+        missing = check_before_search(on_devices_of(config, facts))
     config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
     profile = facts.profile.model_copy(update={"ranks_per_host": per_host})

@@ -22,9 +22,9 @@ from hybridflow.config.world_size import TRIED, world_size_to_try
 from hybridflow.data.fields import rename_fields
 from hybridflow.data.messages import is_conversation
 from hybridflow.data.rows import Row, RowError, attempt
-from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.same_tokens import check_tokenizers, tokenizer_notes
 from hybridflow.data.sources import data_files, fetch, open_files
-from hybridflow.data.tokenizers import has_tokenizer
+from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, DataError, Reasons, RewardError
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
@@ -90,9 +90,7 @@ def check_before_search(config: AnyConfig) -> list[str]:
 
 def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
     """Note what the ranks would refuse as they read headers of weights, the tokenizer, and rows by it."""
-    from hybridflow.data.inputs import check_ends  # these load transformers, for seconds
-    from hybridflow.data.same_tokens import tokenizer_notes
-    from hybridflow.data.tokenizers import load_tokenizer
+    from hybridflow.data.inputs import check_ends  # both load transformers, for seconds
     from hybridflow.inspection.inputs import check_weights, first_rows, heads_of
 
     roles: dict[Path, list[str]] = {}
@@ -112,10 +110,10 @@ def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
         reasons.collect(check_ends, config, tokenizer, read_spec(config.trained.model).vocab_size)
     most = min(MOST_BYTES, config.data.checked_bytes)  # rows of larger files are checked as they are used
     files = config.data.files_by_key
-    if sum(file.stat().st_size for file in data_files(files["data.train"], "data.train")) > most:
+    if _num_bytes(files["data.train"], "data.train") > most:
         return  # whose first row says whether a template renders
     for key, named in files.items():
-        if sum(file.stat().st_size for file in data_files(named, key)) <= MOST_BYTES:
+        if _num_bytes(named, key) <= MOST_BYTES:
             reasons.collect(first_rows, key, config, tokenizer, num_rows=NUM_ROWS)
 
 
@@ -146,10 +144,14 @@ def _has_weights(model: Path) -> bool:
     return any(any(model.glob(pattern)) for pattern in WEIGHTS)
 
 
+def _num_bytes(files: DataFiles, key: str) -> int:
+    return sum(file.stat().st_size for file in data_files(files, key))
+
+
 def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
     """Errors: DataError for a file or data set that is not there, and for first rows that lack a column."""
     fetch(files, key)
-    if sum(file.stat().st_size for file in data_files(files, key)) > MOST_BYTES:
+    if _num_bytes(files, key) > MOST_BYTES:
         return
     rows = open_files(files, key)
     first = rows.rows_at(range(min(len(rows), NUM_ROWS)))

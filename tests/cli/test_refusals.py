@@ -167,3 +167,14 @@ def test_heads_of_no_engine_are_told_by_plan(inputs: Path, tmp_path: Path) -> No
     assert status == 1 and lines[0].startswith(
         f"actor.model: {model} has heads of 16 (head_dim). vLLM generates on CPUs with heads of 32, 48, 64, 80"
     )
+
+
+def test_a_search_for_gpus_asks_nothing_of_this_machines_engine(inputs: Path, tmp_path: Path) -> None:
+    """Heads of 16 are those of no engine on CPUs, but go on GPUs."""
+    model = make_checkpoints(tmp_path, family="llama", tied=False, head_dim=16) / "policy"
+    path = config(tmp_path, inputs, actor__model=str(model), critic__model=str(model), reference__model=str(model))
+    half = [f"{role}.dtype=bfloat16" for role in ("actor", "critic", "reference", "reward.models.0")]
+    where = ["--search", "--gpus", "1", "--profile", "h100", "--minutes", "0.05", "--output", str(tmp_path / "b.yaml")]
+    words = [sys.executable, "-m", "hybridflow", "plan", str(path), *half, *where]
+    done = subprocess.run(words, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and (tmp_path / "b.yaml").is_file(), done.stderr
