@@ -198,8 +198,9 @@ class TrainedRoleConfig(RoleConfig):
     recompute: RecomputeKey = "none"
     """Activations that the backward pass computes again: none, core attention (selective), all (full), or those of
     modules. A list names the modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
-    offload_optimizer: bool = False
-    """Whether optimizer state lies in host memory during generation."""
+    offload_optimizer: bool | Literal["always"] = False
+    """Whether optimizer state lies in host memory: true: during generation; always: but for the parts of it that a step
+    has on the device, two at a time."""
     offload_gradients: bool = False
     """Whether the memory of gradients is freed during generation."""
     overlap: bool | None = None

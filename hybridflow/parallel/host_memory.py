@@ -7,6 +7,17 @@ from pathlib import Path
 
 GIB = 1 << 30
 LEAST_MEMORY = GIB  # a rank: what Python, torch, megatron-core and vLLM take before any model
+PART_BYTES = 256 << 20  # of an optimizer's state, which a step takes to the device: a power of two, see `part_blocks`
+SLOTS = 2  # parts on the device at a time
+
+
+def part_blocks(state_bytes: int) -> tuple[int, int]:
+    """(blocks, bytes of each) of host memory for an optimizer's state, in parts: a part fills a block.
+
+    torch's allocator gives page-locked memory in powers of two: blocks of another size would take up to twice as much.
+    """
+    size = min(PART_BYTES, 1 << max(0, state_bytes - 1).bit_length())
+    return -(-state_bytes // size), size
 
 
 def host_memory() -> tuple[int, int]:
