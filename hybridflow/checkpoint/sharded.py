@@ -31,7 +31,7 @@ from hybridflow.formats.distributed_directory import BACKEND, DistributedDirecto
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_metadata
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.optimizer import num_steps, owned_states, set_num_steps
+from hybridflow.models.optimizer_state import OwnedState
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import GROUPS
 from hybridflow.roles.base import TrainedRole
@@ -87,7 +87,7 @@ def load(role: SavedRole, files: DistributedDirectory) -> None:
             box.fill(files)
     steps = next((box for box in boxes if box.key == STEPS), None)
     if steps is not None and isinstance(role, TrainedRole):
-        set_num_steps(not_none(role.training_model), int(steps.data))
+        not_none(role.training_model).set_num_steps(int(steps.data))
 
 
 # ------------------------------------------------------------------------------------------------- what a rank has
@@ -131,21 +131,22 @@ def _boxes(role: SavedRole) -> list[Box]:
         trained.wait_for_parameters()
     weights = role.saved_weights
     own = _dealt(weights, grid)
-    states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}
+    states: dict[int, list[OwnedState]] = {}
+    for state in () if trained is None else trained.owned_states():
+        states.setdefault(id(state.parameter), []).append(state)
     boxes: list[Box] = []
     if trained is not None:
-        steps = torch.tensor([num_steps(trained)], dtype=torch.float64)
+        steps = torch.tensor([trained.num_steps()], dtype=torch.float64)
         boxes.append(Box(STEPS, (1,), (0,), steps, written=grid.is_first))
     for i, (weight, parameter) in enumerate(weights):
         (key, _), first_copy = stored_at(weight), _is_first_copy(weight, role)
         whole, flat = (0, parameter.numel()), parameter.data.view(-1)
         boxes += _boxes_of(role, weight, key, whole, flat, written=first_copy and i in own)
-        state = states.get(id(parameter))
-        if state is None or trained is None:
-            continue
-        for name, tensor in state.tensors.items():
-            written, run = first_copy and (trained.zero1 or i in own), (state.start, state.stop)
-            boxes += _boxes_of(role, weight, f"optimizer.state.{name}.{key}", run, tensor, written=written)
+        for state in states.get(id(parameter), ()):
+            for name, tensor in state.tensors.items():
+                written = first_copy and (not_none(trained).zero1 or i in own)
+                run, named = (state.start, state.stop), f"optimizer.state.{name}.{key}"
+                boxes += _boxes_of(role, weight, named, run, tensor, written=written)
     return boxes
 
 

@@ -64,7 +64,7 @@ class HostMemory:
         if size > sum(block.nbytes for block in self.blocks):
             self.blocks.clear()  # before others are taken
             starts = range(0, size, self._block_bytes)
-            self.blocks += [_host_block(min(self._block_bytes, size - start)) for start in starts]
+            self.blocks += [host_block(min(self._block_bytes, size - start)) for start in starts]
 
     def pieces(self, start: int, size: int) -> Iterator[Tensor]:
         """The bytes start .. start + size, over all blocks."""
@@ -88,12 +88,13 @@ def host_tensors(wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> Itera
     left, block = sum(size for _, _, size in places), torch.empty(0, dtype=torch.uint8)
     for shape, dtype, size in places:
         if size > block.nbytes:
-            block = _host_block(max(size, min(left, BLOCK_BYTES)))
+            block = host_block(max(size, min(left, BLOCK_BYTES)))
         yield block[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
         block, left = block[size:], left - size
 
 
-def _host_block(size: int) -> Tensor:
+def host_block(size: int) -> Tensor:
+    """(size,) uint8 of host memory, page-locked where there is CUDA."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=uses_cuda())
 
 

@@ -1,16 +1,9 @@
-"""megatron's data-parallel wrapper and optimizer over a model, the learning-rate schedule, and the optimizer's state.
-
-megatron's own ways to save the state have traps (seen in 0.16.1): `fully_reshardable` gathers all of it on one replica,
-`dp_reshardable` ties it to the layout, and with torch's Adam both lose the step count, after which the bias correction
-is silently that of the first step. So `OwnedState` names what a rank owns as it lies in memory, whichever of megatron's
-optimizers it is; `checkpoint.sharded` says where in the whole parameter that is.
-"""
+"""megatron's data-parallel wrapper and optimizer over a model, and the learning-rate schedule."""
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -18,16 +11,18 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.typed_torch import not_none
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.config import OptimizerConfig
+from hybridflow.models import optimizer_state
 from hybridflow.models.build import PackedModel
 from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
+from hybridflow.models.optimizer_state import OwnedState, moments_of
+from hybridflow.models.staged_step import StagedStep
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron, fuse_weight_gradients, gathers_within
 
@@ -76,6 +71,11 @@ class BucketedDataParallel(DistributedDataParallel):
         if self.ddp_config.overlap_param_gather:
             for group in reversed(self._groups()):
                 group.start_param_sync()
+
+    def gather_at_once(self) -> None:
+        """Gather what replicas have stepped, where that does not overlap: the end of a step of megatron's optimizer."""
+        if self.ddp_config.use_distributed_optimizer and not self.ddp_config.overlap_param_gather:
+            self.start_param_sync()
 
     def wait_for_parameters(self) -> None:
         _wait(self._groups())
@@ -128,7 +128,10 @@ NO_BYTES = {"weights": 0, "gradients": 0, "optimizer": 0}
 
 
 class TrainedModel:
-    """Model chunks with float32 gradients and main weights; with ZeRO-1 the optimizer state is split over replicas."""
+    """Model chunks with float32 gradients and main weights; with ZeRO-1 the optimizer state is split over replicas.
+
+    staged: whether the state lies in host memory, see `StagedStep`.
+    """
 
     def __init__(
         self,
@@ -138,6 +141,7 @@ class TrainedModel:
         *,
         bucket_bytes: int | None,
         overlap: bool,
+        staged: bool = False,
     ) -> None:
         adapt_megatron()
         self.zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
@@ -161,6 +165,8 @@ class TrainedModel:
         self.optimizer = optimizer
         for part in optimizer.chained_optimizers:
             fuse_adam(part.optimizer)
+        self._parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+        self._staged = StagedStep(self._parts, moments_of(config)) if staged else None
         self._host = HostMemory()
 
     def zero_gradients(self) -> None:
@@ -181,7 +187,12 @@ class TrainedModel:
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             self._clip(norm)
-            self.optimizer.step_with_ready_grads()
+            if self._staged is None:
+                self.optimizer.step_with_ready_grads()
+            else:
+                self._staged.step()
+                for chunk in self.chunks:
+                    chunk.gather_at_once()
             for chunk in self.chunks:
                 chunk.gather_parameters()
         return norm
@@ -201,7 +212,10 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def offloaded(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:
-        """Within the block gradients are released (zero after it) and the optimizer state waits in host memory."""
+        """Within the block gradients are released (zero after it) and the optimizer state waits in host memory.
+
+        Where a step is staged, the state does so anyway.
+        """
         held: list[Released | Offloaded] = []
         if gradients:
             held.append(Released(self._gradients()))
@@ -215,9 +229,8 @@ class TrainedModel:
 
     def reserve_host_memory(self) -> None:
         """Take the host memory that the optimizer state will wait in, with what the first step adds to the state."""
-        moments = {"adam": 2, "sgd": int(self.config.momentum > 0)}[self.config.name]
-        optimizers = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        moments = len(moments_of(self.config))
+        trained = [p for part in self._parts for group in part.optimizer.param_groups for p in group["params"]]
         more = sum(p.numel() * moments + 1 for p in trained) * torch.float32.itemsize  # and a count of steps each
         self._host.reserve(live_bytes(self._optimizer_state()) + more)
 
@@ -229,6 +242,28 @@ class TrainedModel:
             "optimizer": live_bytes(self._optimizer_state()),
         }
 
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this rank keeps for the optimizer state."""
+        blocks = self._host.blocks if self._staged is None else self._staged.blocks
+        return sum(block.nbytes for block in blocks)
+
+    def owned_states(self) -> Iterator[OwnedState]:
+        """See `optimizer_state`."""
+        if self._staged is not None:
+            return self._staged.owned_states()
+        return optimizer_state.owned_states(self._parts, moments_of(self.config))
+
+    def num_steps(self) -> int:
+        """See `optimizer_state`."""
+        return optimizer_state.num_steps(self._parts) if self._staged is None else self._staged.num_steps()
+
+    def set_num_steps(self, steps: int) -> None:
+        """See `optimizer_state`."""
+        if self._staged is not None:
+            self._staged.set_num_steps(steps)
+        else:
+            optimizer_state.set_num_steps(self._parts, steps)
+
     def _weights(self) -> list[Tensor]:
         return [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
 
@@ -237,8 +272,7 @@ class TrainedModel:
 
     def _optimizer_state(self) -> list[Tensor]:
         """Moments and main weights, without those that are views of the weights (float32 models have no other)."""
-        optimizers = [part.optimizer for part in self.optimizer.chained_optimizers]
-        optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+        optimizers = [part.optimizer for part in self._parts]
         moments = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
         mains = [p.data for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         known = {storage.data_ptr() for storage in storages(self._weights())}
@@ -284,82 +318,3 @@ def learning_rate(config: OptimizerConfig, iteration: int, num_iterations: int) 
     falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
     share = falling[config.schedule]
     return config.lr if config.schedule == "constant" else config.min_lr + (config.lr - config.min_lr) * share
-
-
-# -------------------------------------------------------------------------------- the optimizer's state in a checkpoint
-
-MAIN = "fp32_param"  # megatron's names, as in megatron's checkpoints
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
-
-class OwnedState(NamedTuple):
-    """What this rank's optimizer steps of a parameter."""
-
-    parameter: nn.Parameter
-    start: int  # elements start .. stop of the flattened parameter
-    stop: int
-    tensors: Mapping[str, Tensor]  # (stop - start,) float32 each, the optimizer's own memory
-
-
-def owned_states(model: TrainedModel) -> Iterator[OwnedState]:
-    """Of every parameter of which this rank has a share. Before the first step the moments are made, of zeros."""
-    moments = MOMENTS[model.config.name] if model.config.name == "adam" or model.config.momentum else ()
-    for part in _parts(model):
-        for parameter, main, start, stop in _owned(part):
-            state = part.optimizer.state[main]
-            if not state:
-                state |= {name: torch.zeros_like(main.data) for name in moments}
-                _set_step(part.optimizer, main, 0)
-            tensors = {name: state[name].view(-1) for name in moments}
-            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                tensors[MAIN] = main.data.view(-1)
-            yield OwnedState(parameter, start, stop, tensors)
-
-
-def num_steps(model: TrainedModel) -> int:
-    """Optimizer steps so far, as this rank's optimizer counts them; 0 where it owns nothing or does not count."""
-    for part in _parts(model):
-        states = [state["step"] for state in part.optimizer.state.values() if "step" in state]
-        for step in [*states, *(group["step"] for group in part.optimizer.param_groups if "step" in group)]:
-            return int(step)
-    return 0
-
-
-def set_num_steps(model: TrainedModel, steps: int) -> None:
-    """Adam's bias correction goes on from there. The moments must exist: see `owned_states`."""
-    for part in _parts(model):
-        for main in part.optimizer.state:
-            _set_step(part.optimizer, main, steps)
-        if model.config.name == "adam" and not isinstance(part.optimizer, torch.optim.Adam):
-            for group in part.optimizer.param_groups:
-                group["step"] = steps  # where Transformer Engine's and apex's Adam keep it [read, not run]
-
-
-def _set_step(optimizer: torch.optim.Optimizer, main: Tensor, steps: int) -> None:
-    """torch's Adam and AdamW keep the count with each parameter; the fused kernel, on the parameter's device."""
-    if isinstance(optimizer, torch.optim.Adam):
-        device = main.device if optimizer.param_groups[0].get("fused") else None
-        optimizer.state[main]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
-
-
-def _parts(model: TrainedModel) -> list[MegatronOptimizer]:
-    return [part for part in model.optimizer.chained_optimizers if part.optimizer is not None]
-
-
-def _owned(part: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
-    """(parameter, what the optimizer steps in the parameter's place, start, stop)."""
-    if isinstance(part, DistributedOptimizer):
-        for group, ranges in zip(part.optimizer.param_groups, part.opt_group_ranges, strict=True):
-            # those of float32 first: megatron's map of places is wrong where a model has parameters of two dtypes
-            parameters = sorted(ranges["params"], key=lambda parameter: parameter.dtype != torch.float32)
-            for parameter, main in zip(parameters, group["params"], strict=True):
-                share = part._get_model_param_range_map(parameter)["param"]
-                yield parameter, main, share.start, share.end
-        return
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        halves = zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)
-        pairs = [*halves, *((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))]
-    else:
-        pairs = [(parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"]]
-    for parameter, main in pairs:
-        yield parameter, main, 0, parameter.numel()

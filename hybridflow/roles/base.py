@@ -274,7 +274,7 @@ class TrainedRole(Role):
         config = placed.config
         assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
         super().__init__(placed, recompute=config.recompute, world=world, head_seed=head_seed)
-        self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer}
+        self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer is True}
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
         self.steps: list[StepReport] = []
@@ -290,9 +290,10 @@ class TrainedRole(Role):
                 config.optimizer,
                 bucket_bytes=bucket_bytes,
                 overlap=world.overlap if config.overlap is None else config.overlap,
+                staged=config.offload_optimizer == "always",
             )
             self.chunks = self.training_model.chunks
-            if config.offload_optimizer and locks_host_memory():  # not in the first rollout
+            if self._offloads["optimizer"] and locks_host_memory():  # not in the first rollout
                 self.training_model.reserve_host_memory()
 
     def _before_step(self) -> None:

@@ -22,7 +22,6 @@ from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig
 from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.formats.distributed_directory import DistributedDirectory
-from hybridflow.models.optimizer import num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -53,7 +52,7 @@ def main(checkpoints: Path, out: Path) -> None:
             restore(ResumeSource(step, load_state(step), False, None, ()), [other], dist.group.WORLD)
         all_reads: list[Any] = [None] * platform.world_size
         dist.all_gather_object(all_reads, reads)
-        steps = num_steps(other.training_model) if other.training_model else None
+        steps = other.training_model.num_steps() if other.training_model else None
         save(other, again, 1, store, platform)
         for role in (actor, other):
             train(role)

@@ -31,7 +31,6 @@ from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.models.named_weights import named_weights
-from hybridflow.models.optimizer import owned_states
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -100,7 +99,7 @@ def train_critic(critic: Critic) -> None:
 
 def memory_of(role: TrainedRole) -> dict[str, Tensor]:
     """Megatron's name -> weight, and "moment of NAME" -> what both replicas hold of it, as one."""
-    own = {id(state.parameter): state for state in owned_states(role.training_model)}
+    own = {id(state.parameter): state for state in role.training_model.owned_states()}
     moments = sorted({name for state in own.values() for name in state.tensors})
     found = {}
     for weight, parameter in named_weights(role.chunks, role.spec, head=role.head):

@@ -15,7 +15,6 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.models import optimizer
 from hybridflow.models.build import build_model
 from hybridflow.models.memory import HostMemory
-from hybridflow.models.optimizer import num_steps, owned_states, set_num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -61,7 +60,7 @@ def compare(model: Path, dtype: str, zero1: str) -> dict:
         "plain": flags(plain),
         "moved": float((after - before).abs().max()),
         "difference": float((after - same).abs().max()),
-        "steps": [num_steps(fused), num_steps(plain)],
+        "steps": [fused.num_steps(), plain.num_steps()],
     }
 
 
@@ -86,13 +85,13 @@ def stepped(model: optimizer.TrainedModel) -> optimizer.TrainedModel:
             with model.offloaded(gradients=True, optimizer=True):
                 assert model.memory_bytes()["optimizer"] == 0
                 assert [block.data_ptr() for block in model._host.blocks] == blocks, "as much as was foreseen"
-            set_num_steps(model, 9)
+            model.set_num_steps(9)
     return model
 
 
 def mains(model: optimizer.TrainedModel) -> torch.Tensor:
     """What the optimizer steps, float32."""
-    return torch.cat([s.tensors.get("fp32_param", s.parameter.data).view(-1).clone() for s in owned_states(model)])
+    return torch.cat([s.tensors.get("fp32_param", s.parameter.data).view(-1).clone() for s in model.owned_states()])
 
 
 def flags(model: optimizer.TrainedModel) -> list:
