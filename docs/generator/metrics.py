@@ -93,6 +93,7 @@ WHEN = {
     "time/wait_fraction_rank_{}": "With 2 to 16 ranks.",
     "time/slowest_rank": "With several ranks.",
     "time/slowest_rank_seconds": "With several ranks.",
+    "memory/host_state_mb": "With `offload_optimizer`: of a rank, page-locked on GPUs.",
     "memory/peak_{}_mb": "Of the device on GPUs, resident in the process on CPUs.",
     "train/lost_to_nonfinite": "With `nonfinite.action: skip`, where a step was lost. The row has nothing else.",
     "data/epoch": "On fixed data.",

@@ -210,6 +210,10 @@ class Bookkeeping:
     def _num_steps(self) -> dict[str, int]:
         return {role.name: len(role.steps) for role in self.roles.trained()}
 
+    def _host_bytes(self) -> int:
+        """What this rank keeps in host memory of the states of all optimizers."""
+        return sum(role.training_model.host_bytes() for role in self.roles.trained() if role.training_model)
+
 
 class OnlineBookkeeping(Bookkeeping):
     """Of a run that learns from what the engine generates."""
@@ -300,6 +304,7 @@ class OnlineBookkeeping(Bookkeeping):
             reshards=generation.reshards,
             exchange=self.exchange,
             actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
+            host_bytes=self._host_bytes(),
             engine_bytes=generation.engine_bytes,
             num_steps=self._num_steps(),
             cache_use=generation.cache_use,
@@ -343,6 +348,7 @@ class FixedDataBookkeeping(Bookkeeping):
             watch=self.watch,
             exchange=self.exchange,
             trained_bytes=trained.training_model.memory_bytes() if trained.training_model else NO_BYTES,
+            host_bytes=self._host_bytes(),
             num_steps=self._num_steps(),
         )
         return Iteration(run.iteration, self._shown_prompts(run), batch, metrics | costs)

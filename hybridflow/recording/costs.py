@@ -13,6 +13,7 @@ from hybridflow.reshard.execute import ReshardCost
 
 MIB = 1 << 20
 MOST_RANKS = 16  # that have a column each
+HOST_STATE = "memory/host_state_mb"  # where any rank has some
 OVERLAPPED = "scored_while_waiting"  # a phase of some ranks, or of none
 
 
@@ -23,6 +24,7 @@ def cost_metrics(
     reshards: Sequence[ReshardCost],
     exchange: Exchange,
     actor_bytes: Mapping[str, int],
+    host_bytes: int,
     engine_bytes: int,
     num_steps: Mapping[str, int],
     cache_use: Mapping[str, float],
@@ -41,6 +43,7 @@ def cost_metrics(
         "reshard/peak_extra_bytes": max((cost.peak_extra_bytes for cost in reshards), default=0),
         "memory/actor_gpu_mem_mb": sum(actor_bytes.values()) / MIB,
         "memory/actor_weight_bytes": actor_bytes["weights"],
+        HOST_STATE: host_bytes / MIB,
         "memory/engine_own_weight_bytes": engine_bytes,
     }
     more = {f"time/{OVERLAPPED}_seconds": watch.seconds.get(OVERLAPPED, 0.0), **cache_use}
@@ -57,11 +60,12 @@ def training_costs(
     watch: Stopwatch,
     exchange: Exchange,
     trained_bytes: Mapping[str, int],
+    host_bytes: int,
     num_steps: Mapping[str, int],
 ) -> Metrics:
     """As `cost_metrics`, of a run on fixed data. num_steps: by name, the steps of the model that the run trains."""
     [trained] = num_steps
-    own = {f"memory/{trained}_gpu_mem_mb": sum(trained_bytes.values()) / MIB}
+    own = {f"memory/{trained}_gpu_mem_mb": sum(trained_bytes.values()) / MIB, HOST_STATE: host_bytes / MIB}
     return _costs(batch, own, ("estimate", "update"), watch=watch, exchange=exchange, num_steps=num_steps)
 
 
@@ -96,6 +100,8 @@ def _costs(
         ],
         exchange,
     )
+    if not largest[HOST_STATE]:
+        del largest[HOST_STATE]
     idle, totals, waited, *work = of_ranks.split([1, 1, len(stages), len(phases), len(phases)], dim=1)
     seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
     slowest = largest["time/iteration_seconds"]

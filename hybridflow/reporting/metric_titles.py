@@ -152,6 +152,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "memory/{}_gpu_mem_mb": ("Training memory of the {}", "MiB"),
     "memory/actor_weight_bytes": ("Memory of the actor's weights", "bytes"),
     "memory/engine_own_weight_bytes": ("Memory of weights that the engine alone holds", "bytes"),
+    "memory/host_state_mb": ("Host memory for optimizer states", "MiB"),
     "memory/peak_rss_mb": ("Most host memory of a rank so far", "MiB"),
     "memory/peak_{}_mb": ("Most memory in the {} stage", "MiB"),
 }

@@ -150,6 +150,7 @@ PLACES = {
 }
 SAVING = list(PLACES)[list(PLACES).index("state") : -1]
 IN_BACKGROUND = ("checkpoint.async_save=true",)
+STAGED = ("actor.offload_optimizer=always",)  # of some starts: the undisturbed run never has it
 TOLD = SCORING.at(1, what="told", said="before its first step")
 UNDER_WAY = End("hybridflow.rollout.partial:UnderWay.add", 3, rank="1")
 
@@ -178,7 +179,10 @@ class Row:
 
 # In a start that saves the second checkpoint or a later one there is something to load, and something to remove.
 SAVES = tuple(
-    PLACES[place].at(PLACES[place].number if i else 3 * PLACES[place].number, overrides=IN_BACKGROUND * (i % 2))
+    PLACES[place].at(
+        PLACES[place].number if i else 3 * PLACES[place].number,
+        overrides=IN_BACKGROUND * (i % 2) + STAGED * (i // 2 % 2),
+    )
     for i, place in enumerate(SAVING)
 )
 ROOM = "hybridflow.checkpoint.writer:CheckpointWriter._check_room"
@@ -191,7 +195,7 @@ TABLE = {
     "synchronous": Row(
         "ppo",
         (
-            PLACES["update"].at(13),
+            End("hybridflow.models.staged_step:StagedStep._step_some", 7, rank="1", overrides=STAGED),
             PLACES["row of metrics"].at(2, overrides=IN_BACKGROUND),
             TOLD.at(2, rank="1"),  # one iteration is whole before: there are two checkpoints
         ),
@@ -212,13 +216,16 @@ TABLE = {
         "one step off",
         (
             End("hybridflow.flows.engine_ranks:EngineRanks._respond", 4, rank="1"),
-            End("hybridflow.roles.generator:Generator.gather_rollout", 1),
+            End("hybridflow.roles.generator:Generator.gather_rollout", 1, overrides=STAGED),
             TOLD,
         ),
         left_out=("reshard/",),
     ),
     # of which the second saves what it began with, when it ends
-    "partial": Row("partial", (UNDER_WAY, TOLD.at(2, rank="1", overrides=("checkpoint.save_interval=10",)))),
+    "partial": Row(
+        "partial",
+        (replace(UNDER_WAY, overrides=STAGED), TOLD.at(2, rank="1", overrides=("checkpoint.save_interval=10",))),
+    ),
     "routes": Row("routes", (UNDER_WAY,)),
     "environment": Row(
         "environment", (End("hybridflow.environments.conversations:Conversations._go_on", 40),), 2, ROUNDING
@@ -229,7 +236,7 @@ TABLE = {
         2,
         ROUNDING,
     ),
-    "adapters": Row("lora", (PLACES["tensors"].at(7), PLACES["loading"])),
+    "adapters": Row("lora", (PLACES["tensors"].at(7, overrides=STAGED), PLACES["loading"])),
     "context": Row("context", (PLACES["hand-off"].at(3),)),
     "leftover": Row("leftover", (PLACES["update"].at(5),)),
 }

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel import host_memory, torchrun
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel import torchrun
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import RunContext
 from hybridflow.trainers import online as trainers
@@ -76,6 +76,7 @@ PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
 
 HALF = {"dtype": "bfloat16", "optimizer": {"lr": 1e-3}}  # Adam with main weights, split by ZeRO-1
 AWAY = {"offload_optimizer": True, "offload_gradients": True}
+STAGED = {"offload_optimizer": "always"}
 OVERLAPPED = "bfloat16, overlapped"  # what replicas exchange travels while they compute, as on GPUs
 PLACEMENTS |= {
     "bfloat16": (4, {"actor": layout(2, 1, 2, **HALF)}, {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25}),
@@ -84,12 +85,18 @@ PLACEMENTS |= {
         {"actor": layout(2, 1, 2, **HALF, **AWAY), "critic": AWAY},
         {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25},
     ),
+    "bfloat16, staged": (
+        4,
+        {"actor": layout(2, 1, 2, **HALF, **STAGED), "critic": STAGED},
+        {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25},
+    ),
     OVERLAPPED: (4, {"actor": layout(2, 1, 2, **HALF)}, {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25}),
 }
 
 
 def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
     world_size = torchrun.torchrun_rank()[1]
+    host_memory.PART_BYTES = 1 << 16  # an optimizer's state has many parts
     results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size and name in names:

@@ -90,8 +90,9 @@ def test_gathered_bfloat16_weights_generate_what_the_export_does(results: dict) 
 
 
 @thorough
-def test_offloading_beside_a_gathering_hand_off_changes_nothing(results: dict) -> None:
-    for found, expected in zip(results["bfloat16, offloaded"], results["bfloat16"], strict=True):
+@pytest.mark.parametrize("how", ["offloaded", "staged"])
+def test_offloading_beside_a_gathering_hand_off_changes_nothing(how: str, results: dict) -> None:
+    for found, expected in zip(results[f"bfloat16, {how}"], results["bfloat16"], strict=True):
         assert [found[name] for name in METRICS] == [expected[name] for name in METRICS]
 
 

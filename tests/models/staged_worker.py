@@ -22,7 +22,7 @@ from torch import Tensor
 from hybridflow.checkpoint.resume import ResumeSource, restore
 from hybridflow.checkpoint.state import load_state
 from hybridflow.checkpoint.store import step_name
-from hybridflow.models import optimizer, staged_step
+from hybridflow.models import staged_step
 from hybridflow.models.memory import storages
 from hybridflow.parallel import host_memory
 from hybridflow.parallel import platform as platforms
@@ -55,20 +55,31 @@ STEPS = 3
 
 
 class LateLanes(Lanes):
-    """Copies are done when something waits for them, and not before: a GPU may take as long."""
+    """A lane does what it has to, in order, when something waits for it and not before: a GPU may take as long.
+
+    hasty: the lane that takes no time, and waits for nothing but what it is told to wait for.
+    """
+
+    def __init__(self, hasty: Lane | None) -> None:
+        super().__init__()
+        self._hasty = hasty
+        self._queues: dict[Lane, list[tuple[object, Any, list[Any]]]] = {"in": [], "compute": [], "out": []}
 
     def run(self, lane: Lane, work: Callable[[], object] | None = None, *, after: Iterable[Any] = ()) -> Any:
-        waits = list(after)
+        mark, queue = object(), self._queues[lane]
+        queue.append((mark, work, [*after]))
 
-        def done() -> None:
-            while waits:
-                waits.pop(0)()
-            found.append(None if work is None or found else work())
+        def until_here() -> None:
+            while any(mark is each for each, _, _ in queue):
+                _, first, waits = queue.pop(0)
+                for wait in waits:
+                    wait()
+                if first is not None:
+                    first()
 
-        found: list[object] = []
-        if lane == "compute":
-            done()
-        return done
+        if work is None or lane == self._hasty:  # what comes next on the current stream sees all that was waited for
+            until_here()
+        return until_here
 
 
 class AdamOfGroups(torch.optim.Optimizer):
@@ -99,10 +110,10 @@ class AdamOfGroups(torch.optim.Optimizer):
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     host_memory.PART_BYTES = PART_BYTES
-    staged_step.Lanes = LateLanes
     store, found = platforms.fresh_store(), {}
     for name in names:
         case = CASES[name]
+        staged_step.Lanes = partial(LateLanes, "out" if case.dtype == "float32" else None)
         with ExitStack() as stack:
             if name == "steps in groups":
                 for module in (megatron_optimizer, distrib_optimizer):

@@ -1,7 +1,6 @@
 """A step in parts from host memory is the whole step, bit for bit."""
 
 import json
-from pathlib import Path
 
 import pytest
 
