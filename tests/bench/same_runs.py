@@ -1,7 +1,7 @@
 """Whether nothing has changed for a run: two checkouts of hybridflow side by side, on one machine. No number is kept.
 
     git worktree add /tmp/before COMMIT
-    python -m tests.bench.same_runs /tmp/before [--only NAME ...] [--whole | --resumed] [--work DIR]
+    python -m tests.bench.same_runs /tmp/before [--only NAME ...] [--whole | --resumed] [--now KEY=VALUE] [--work DIR]
 
 A case is a config of configs/quickstart*.yaml, or a name of MORE. Both checkouts run it for three iterations, or with
 --whole to its end. With --resumed the other checkout runs two, and both go on with its checkpoint. Both use this
@@ -69,6 +69,7 @@ def main() -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--whole", action="store_true", help="all iterations of each config")
     how.add_argument("--resumed", action="store_true", help="the last iteration alone, from a checkpoint of the other")
+    parser.add_argument("--now", nargs="+", metavar="KEY=VALUE", default=[], help="of this checkout's runs alone")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where the runs go")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="same_runs_")) if options.work is None else options.work.resolve()
@@ -77,7 +78,7 @@ def main() -> int:
     for name, case in cases(options.whole).items():
         if not options.only or name in options.only or (name == TEACHER and TAUGHT in options.only):
             seconds = WHOLE_SECONDS if options.whole else SECONDS
-            line = compared(case, checkouts, work, seconds, resumed=options.resumed)
+            line = compared(case, checkouts, work, seconds, *options.now, resumed=options.resumed)
             different += not line.startswith("the same: ")
             print(f"{name}: {line}", flush=True)
     if not different and options.work is None:
@@ -99,8 +100,10 @@ def cases(whole: bool) -> dict[str, Case]:
     return found
 
 
-def compared(case: Case, checkouts: Mapping[str, Path], work: Path, seconds: float, *, resumed: bool = False) -> str:
-    """What there is to say of a case. resumed: both go on with a checkpoint of the first."""
+def compared(
+    case: Case, checkouts: Mapping[str, Path], work: Path, seconds: float, *own: str, resumed: bool = False
+) -> str:
+    """What there is to say of a case. own: keys of the second. resumed: both go on with a checkpoint of the first."""
     found: dict[str, Contents] = {}
     saved = work / "saved"
     taken, failures = dict[str, float](), list[str]()
@@ -111,7 +114,8 @@ def compared(case: Case, checkouts: Mapping[str, Path], work: Path, seconds: flo
                 if name == "before":
                     run(case, checkout, saved, seconds, "num_iterations=2")
                 shutil.copytree(saved / case.name, work / name / case.name)
-            taken[name] = run(case, checkout, work / name, seconds, *([] if resumed else ["checkpoint.load=none"]))
+            more = [*([] if resumed else ["checkpoint.load=none"]), *(own if name == "now" else [])]
+            taken[name] = run(case, checkout, work / name, seconds, *more)
             found[name] = contents(work / name / case.name)
         except RunFailed as error:
             failures.append(f"{name}: {error}")

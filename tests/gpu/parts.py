@@ -229,6 +229,27 @@ def training_of_adapters(device: torch.device, folder: Path) -> list[Line]:
     return [*lines, Line("engine step", f"{steps[0]:.2f} ms, of all weights {steps[1]:.2f} ms")]
 
 
+def optimizer_state_in_host_memory(device: torch.device, folder: Path) -> list[Line]:
+    """`offload_optimizer: always`, Llama-3.2-1B's shape: the bits of whole steps, seconds, and how copies overlap."""
+    cuda = device.type == "cuda"
+    speed_config(folder, small=not cuda)
+    out = folder / "staged.json"
+    arguments = ("-m", "tests.gpu.staged_worker", folder / "model", out)
+    torchrun(1, *arguments, environment=None if cuda else CPU_ONLY)
+    found = json.loads(out.read_text())
+    whole, staged, copies = found["whole"], found["staged"], found["copies"]
+    right = found["same"] and whole["norms"] == staged["norms"]
+    gib, rate = found["state"] / (1 << 30), found["host"] / 1e9
+    both = 2 * rate / copies["both"]
+    return [
+        Line("weights, main weights, moments and norms", "those of whole steps", right),
+        Line("a step", f"{whole['seconds']:.3f} s whole, {staged['seconds']:.3f} s in parts, {gib:.2f} GiB of state"),
+        Line("copies", f"{rate / copies['in']:.1f} GB/s in, {rate / copies['out']:.1f} out, {both:.1f} both at once"),
+        Line("kept beside weights and gradients", f"{found['kept'] >> 20} MiB", found["kept"] < 16 << 20),
+        Line("memory of a step", f"{staged['most'] >> 20} MiB", not cuda or staged["most"] < 3 * found["part"]),
+    ]
+
+
 PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
@@ -241,6 +262,7 @@ PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     engine_and_update_speed,
     update_of_a_mixture,
     training_of_adapters,
+    optimizer_state_in_host_memory,
 )
 
 
