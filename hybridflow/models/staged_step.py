@@ -20,7 +20,8 @@ from hybridflow.models.memory import ALIGNMENT, host_block, storages
 from hybridflow.models.optimizer_state import MAIN, OwnedState, Stepped, count_device, counts_in_groups, stepped
 from hybridflow.parallel.device import current_device, wait_for
 from hybridflow.parallel.host_memory import GIB, SLOTS, part_blocks
-from hybridflow.parallel.lanes import Lanes, in_two_slots
+from hybridflow.parallel.lanes import in_two_slots
+from hybridflow.parallel.platform import new_lanes
 from hybridflow.parallel.torchrun import torchrun_rank
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class StagedPiece:
     """Elements start .. stop of a share that the optimizer of number `optimizer` steps."""
 
     optimizer: int
@@ -69,7 +70,7 @@ class StagedStep:
     """
 
     def __init__(self, optimizers: Sequence[MegatronOptimizer], moments: Sequence[str]) -> None:
-        self._optimizers, self._steps, self._lanes = optimizers, 0, Lanes()
+        self._optimizers, self._steps, self._lanes = optimizers, 0, new_lanes()
         shares = [(number, share) for number, each in enumerate(optimizers) for share in stepped(each)]
         named = [(number, share, (*[MAIN] * share.has_copy, *moments)) for number, share in shares]
         total = sum(len(names) * _aligned(share.stop - share.start) for _, share, names in named)
@@ -112,13 +113,13 @@ class StagedStep:
         """See `optimizer_state`."""
         self._steps = steps
 
-    def _places(self) -> Iterator[tuple[Piece, Tensor]]:
+    def _places(self) -> Iterator[tuple[StagedPiece, Tensor]]:
         for pieces, block in zip(self._parts, self.blocks, strict=True):
             yield from ((piece, block) for piece in pieces)
 
-    def _cut(self, named: Sequence[tuple[int, Stepped, tuple[str, ...]]]) -> Iterator[list[Piece]]:
+    def _cut(self, named: Sequence[tuple[int, Stepped, tuple[str, ...]]]) -> Iterator[list[StagedPiece]]:
         """Parts that are full but for the last one; a share may lie in several."""
-        part, place = list[Piece](), 0
+        part, place = list[StagedPiece](), 0
         for number, share, names in named:
             start, count = 0, share.stop - share.start
             while start < count:
@@ -130,16 +131,16 @@ class StagedStep:
                 stop = min(start + room, count)
                 size = _aligned(stop - start)
                 places = {name: place + i * size for i, name in enumerate(names)}
-                part.append(Piece(number, share, start, stop, places))
+                part.append(StagedPiece(number, share, start, stop, places))
                 start, place = stop, place + len(names) * size
         if part:
             yield part
 
-    def _step(self, pieces: Sequence[Piece], slot: Tensor) -> None:
+    def _step(self, pieces: Sequence[StagedPiece], slot: Tensor) -> None:
         for number, of_one in groupby(pieces, key=lambda piece: piece.optimizer):
             self._step_some(self._optimizers[number], list(of_one), slot)
 
-    def _step_some(self, part: MegatronOptimizer, pieces: Sequence[Piece], slot: Tensor) -> None:
+    def _step_some(self, part: MegatronOptimizer, pieces: Sequence[StagedPiece], slot: Tensor) -> None:
         """With groups and states of the pieces in place of the optimizer's own."""
         inner = part.optimizer
         groups, state = inner.param_groups, inner.state
@@ -164,7 +165,7 @@ class StagedStep:
                 piece.weight.copy_(piece.tensors(slot)[MAIN])
 
 
-def _counts(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], steps: int) -> Sequence[Tensor] | None:
+def _counts(optimizer: torch.optim.Optimizer, pieces: Sequence[StagedPiece], steps: int) -> Sequence[Tensor] | None:
     """torch's Adam has a count of steps for each tensor; others None."""
     if not isinstance(optimizer, torch.optim.Adam):
         return None

@@ -6,33 +6,31 @@ from typing import Any, Literal
 
 import torch
 
-from hybridflow.parallel.device import uses_cuda
-
 Lane = Literal["in", "compute", "out"]
 
 
 class Lanes:
-    """Three queues of a device, each in its order. On CUDA streams, `compute` being the current one; a CPU has no
-    queue, and does all at once.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[Lane, torch.cuda.Stream] = {}
-        if uses_cuda():
-            self._streams = {"in": torch.cuda.Stream(), "out": torch.cuda.Stream()}
+    """Three queues, each in its order. These are of a CPU, which does all at once."""
 
     def run(self, lane: Lane, work: Callable[[], object] | None = None, *, after: Iterable[Any] = ()) -> Any:
         """Queue the work. after: what earlier calls have returned, of work that must be done before."""
-        if not self._streams:
-            if work is not None:
-                work()
-            return None
+        if work is not None:
+            work()
+
+
+class Streams(Lanes):
+    """Those of a CUDA device; `compute` is the current stream."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Lane, torch.cuda.Stream] = {"in": torch.cuda.Stream(), "out": torch.cuda.Stream()}
+
+    def run(self, lane: Lane, work: Callable[[], object] | None = None, *, after: Iterable[Any] = ()) -> Any:
+        """See `Lanes`."""
         stream = self._streams.get(lane) or torch.cuda.current_stream()
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)
-            if work is not None:
-                work()
+            super().run(lane, work)
             return stream.record_event()
 
 

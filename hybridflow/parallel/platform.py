@@ -33,6 +33,7 @@ from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.dropped_output import DroppedOutput
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory, peak_resident_bytes, reset_peak_resident
+from hybridflow.parallel.lanes import Lanes, Streams
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.numa import bind_beside
 from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
@@ -169,6 +170,11 @@ def overlaps_exchanges() -> bool:
 def locks_host_memory() -> bool:
     """Whether host memory that a device copies to is page-locked: a rank takes a minute for some tens of GiB."""
     return uses_cuda()
+
+
+def new_lanes() -> Lanes:
+    """For copies between host and device beside what the device computes."""
+    return Streams() if uses_cuda() else Lanes()
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

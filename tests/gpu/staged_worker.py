@@ -21,8 +21,9 @@ from hybridflow.parallel import host_memory
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import current_device, uses_cuda, wait_for
 from hybridflow.parallel.grid import Grid, ProcessGroups
-from hybridflow.parallel.lanes import Lane, Lanes
+from hybridflow.parallel.lanes import Lane
 from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.platform import new_lanes
 
 STEPS = 4
 
@@ -91,7 +92,7 @@ def same(whole: TrainedModel, staged: TrainedModel) -> bool:
 
 def copies(model: TrainedModel) -> dict[str, float]:
     """Seconds of all parts in, of all parts out, and of both at once."""
-    lanes, blocks = Lanes(), model._staged.blocks
+    lanes, blocks = new_lanes(), model._staged.blocks
     slots = [torch.empty_like(blocks[0], device=current_device()) for _ in range(2)]
     work: dict[Lane, Callable[[], None]] = {
         "in": lambda: [slots[0].copy_(block, non_blocking=True) for block in blocks],

@@ -113,7 +113,7 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     store, found = platforms.fresh_store(), {}
     for name in names:
         case = CASES[name]
-        staged_step.Lanes = partial(LateLanes, "out" if case.dtype == "float32" else None)
+        staged_step.new_lanes = partial(LateLanes, "out" if case.dtype == "float32" else None)
         with ExitStack() as stack:
             if name == "steps in groups":
                 for module in (megatron_optimizer, distrib_optimizer):

@@ -73,8 +73,8 @@ def test_host_memory_is_made_once_and_again_only_for_more() -> None:
 
 def test_tensors_in_host_memory_share_blocks_and_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins at 64 bytes; one that is larger than a block has one of its own; the last block has what is left."""
-    made, block = [], memory_module._host_block
-    monkeypatch.setattr(memory_module, "_host_block", lambda size: made.append(size) or block(size))
+    made, block = [], memory_module.host_block
+    monkeypatch.setattr(memory_module, "host_block", lambda size: made.append(size) or block(size))
     monkeypatch.setattr(memory_module, "BLOCK_BYTES", 256)
     wanted = [
         ((3, 5), torch.float32),
