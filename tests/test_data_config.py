@@ -102,7 +102,10 @@ def test_held_out_sets_by_name() -> None:
             "a.samples = 4 cannot go with temperature = 0.0: all responses to a prompt are the same. "
             "Give a temperature, such as 1.0",
         ),
-        ({"a": {"files": "m", "temperature": 0.001}}, "a.temperature = 0.001: is 0 or at least 0.01"),
+        (
+            {"a": {"files": "m", "temperature": 0.001}},
+            "a.temperature = 0.001: is 0 or at least 0.01. Set data.heldout.a.temperature=0 or 0.01",
+        ),
         (
             {"a": {"files": [{"path": "m", "weight": 2}]}},
             "a.files: weights say how often a row is trained on, held-out rows are all used once",

@@ -212,7 +212,7 @@ class ModelSpec:
             raise ConfigError(
                 f"{length} exceeds {POSITIONS} = {self.max_positions} of {self.path}"
                 f"{remedy({**shortened(self.max_positions), **more})}"
-                f"{'' if learned else ', with rope_parameters there as the card of the model says'}"
+                + ("" if learned else ", with rope_parameters there as the model's card says")
             )
         angles = num_angles(self.rope)
         if angles is not None and longest > angles:
@@ -231,9 +231,11 @@ class ModelSpec:
     def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
         """Raise ConfigError unless this model knows every token id of the actor's."""
         if self.vocab_size < actor.vocab_size:
+            reward = role.startswith("reward.models.")
+            settings = {f"{role}.reencode": [True]} if reward else {f"{role}.model": [actor.path]}
             raise ConfigError(
                 f"{role}.model = {self.path} has vocab_size {self.vocab_size}, fewer than the actor's "
-                f"{actor.vocab_size}: all models of a run read the actor's token ids"
+                f"{actor.vocab_size}: all models of a run read the actor's token ids{remedy(settings)}"
             )
 
     @property

@@ -25,7 +25,7 @@ from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers, tokenizer_notes
 from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer
-from hybridflow.errors import ConfigError, DataError, Reasons, RewardError
+from hybridflow.errors import ConfigError, DataError, Reasons, RewardError, remedy
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
 from hybridflow.parallel.platform import prepare_imports
@@ -158,7 +158,8 @@ def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
     found = [attempt(lambda row: _check_columns(row, key, config), row) for row in first]
     wrong = [error for error in found if isinstance(error, RowError)]
     if wrong and (config.data.bad_rows == "error" or len(wrong) == len(first)):
-        raise DataError(str(wrong[0]))
+        some = len(wrong) < len(first)
+        raise DataError(f"{wrong[0]}{remedy({'data.bad_rows': ['drop'] if some else []})}")
 
 
 def _check_columns(row: Row, key: str, config: AnyConfig) -> None:

@@ -90,11 +90,12 @@ def check_sizes(role: str, sizes: Mapping[str, int], dp: int | None, given: Rank
         )
     if dp is not None and each * dp != count:
         key = f"{role}.data_parallel_size"
-        free = {k: [f"{values[-1]} {key}=null"] for k, values in dividing(keys, count).items()}
-        fitting = free if count % each else {key: [count // each, None]}
+        fitting: dict[str, list[Any]] = {key: [count // each, None]}
+        if count % each:
+            fitting = {name: [f"{values[-1]} {key}=null"] for name, values in dividing(keys, count).items()}
         raise ConfigError(
             f"{role}: {names} x data_parallel_size = {numbers} x {dp} = {each * dp}, but there are {count} {where}"
-            f"{remedy(fitting, f'take {each * dp} ranks')}"
+            f"{remedy(fitting, f'take {counted(each * dp)}')}"
         )
 
 
@@ -138,7 +139,7 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
         used = ", ".join(f"{key} = {shown(ranks)}" for key, ranks in placed.items())
         raise ConfigError(
             f"of the {world_size} ranks of the run nothing uses {shown(unused)}: {used}"
-            f"{remedy(_widened(placed, unused), f'take {world_size - len(unused)} ranks')}"
+            f"{remedy(_widened(placed, unused), f'take {counted(world_size - len(unused))}')}"
         )
     for (one, first), (other, second) in itertools.combinations(placed.items(), 2):
         if shared := _overlap(first, second):

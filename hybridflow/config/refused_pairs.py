@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hybridflow.config.files import as_flow, read_tree
+from hybridflow.errors import Mendable
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,26 @@ def pairs_of(section: type[BaseModel]) -> tuple[RefusedPair, ...]:
     return tuple(pair for pair in refused_pairs() if pair.section in names)
 
 
-def refusal(section: BaseModel) -> str | None:
+def refusal(section: BaseModel) -> Mendable | None:
     """The first pair that the section has, with what is wrong; None where all keys go together."""
     for pair in pairs_of(type(section)):
         one, other = ([key for each in side for key in each.met_by(section)] for side in pair.sides)
         if one and other and all(each.met_by(section) for each in pair.where):
-            return f"{', '.join(one)} cannot go with {', '.join(other)}: {pair.reason}"
+            why = f"{', '.join(one)} cannot go with {', '.join(other)}: {pair.reason}"
+            return Mendable(why, {} if NAMED.search(pair.reason) else _settings(pair, section))
     return None
+
+
+def _settings(pair: RefusedPair, section: BaseModel) -> dict[str, list[Any]]:
+    """What leaves out a side: the default of its key, where one key of the side is met and its default is not."""
+    found: dict[str, list[Any]] = {}
+    for side in pair.sides:
+        met = [each for each in side if each.met_by(section)]
+        if len(met) == 1 and len(keys := [key for key, value in _values(section, met[0].key.split(".")) if met[0].holds(value)]) == 1:
+            default = _default(section, keys[0].split("."))
+            if default is not MISSING and not met[0].holds(default):
+                found[keys[0]] = [default]
+    return found
 
 
 def _conditions(given: str | Sequence[str]) -> tuple[KeyCondition, ...]:

@@ -27,7 +27,9 @@ def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
         value = _found(row, path, f"data.columns.{name}")
         if name in fields and path.partition(".")[0] != name:
             raise RowError(
-                f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own", "two of a name"
+                f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own"
+                f"{remedy({f'data.columns.{name}': [name]})}",
+                "two of a name",
             )
         fields[name] = value
     verl = fields.get("reward_model")

@@ -244,9 +244,13 @@ def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -
     for key, ids in named.items():
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
+                there: Any = [each for each in ids if 0 <= each < vocab_size]
+                if key == "logit_bias":
+                    there = as_flow({each: (sampling.logit_bias or {})[each] for each in there})
+                empty = [] if key == "stop_token_ids" else None
                 raise ConfigError(
                     f"sampling.{key} names the token id {token_id}, but {model} has the ids from 0 to vocab_size - 1 = "
-                    f"{vocab_size - 1}"
+                    f"{vocab_size - 1}{remedy({f'sampling.{key}': [there if there and there != '{}' else empty]})}"
                 )
 
 

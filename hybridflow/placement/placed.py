@@ -283,8 +283,7 @@ def _check_head(name: str, spec: ModelSpec) -> None:
     if name not in ("critic", "reward_model") and spec.head != head:
         trained = " with a trained score.weight" if head == "score" else ""
         raise ConfigError(
-            f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}. "
-            f"Give {name}.model another directory"
+            f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}"
         )
 
 
@@ -312,7 +311,12 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     tp = config.rollout_tensor_parallel_size
     if config.rollout_expert_parallel:
         key = "rollout.tensor_parallel_size"
-        reasons.collect(actor.check_experts, f"{key} with rollout.enable_expert_parallel", tp, key)
+        told = f"{key} with rollout.enable_expert_parallel"
+        if actor.num_experts or tp == 1:
+            reasons.collect(actor.check_experts, told, tp, key)
+        elif config.rollout.enable_expert_parallel:  # by default as the actor, of which it is said
+            more = remedy({"rollout.enable_expert_parallel": [False]})
+            reasons.lines.append(f"{told} = {tp}: {actor.path} has no experts{more}")
     else:
         reasons.collect(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
     reasons.collect(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)

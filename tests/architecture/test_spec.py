@@ -328,43 +328,43 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
             {},
             4,
             "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: "
-            "6 = 1 x 4 + 2. Divisors below 4 are 1, 2, 3",
+            "6 = 1 x 4 + 2. Set actor.tensor_parallel_size=1 or 2",
         ),
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
             "actor.tensor_parallel_size = 3 must divide num_key_value_heads = 2 of a/b or be a multiple of that "
-            "number: 3 = 1 x 2 + 1",
+            "number: 3 = 1 x 2 + 1. Set actor.tensor_parallel_size=1 or 2",
         ),
         (  # 3 ranks share each group
             {"num_heads": 12, "num_kv_heads": 2, "ffn_hidden_size": 96, "vocab_size": 192},
             6,
             "actor.tensor_parallel_size = 6 does not divide the 128 rows of queries, keys and values of a/b: "
-            "128 = 21 x 6 + 2",
+            "128 = 21 x 6 + 2. Set actor.tensor_parallel_size=1, 2 or 4",
         ),
         (
             {"num_heads": 12, "num_kv_heads": 6},
             4,
             "actor.tensor_parallel_size = 4 must divide num_key_value_heads = 6 of a/b or be a multiple of that "
-            "number: 6 = 1 x 4 + 2",
+            "number: 6 = 1 x 4 + 2. Set actor.tensor_parallel_size=1 or 2",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9},
             3,
-            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1. Divisors "
-            "below 3 are 1, 2",
+            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1. Set "
+            "actor.tensor_parallel_size=1",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9, "ffn_hidden_size": 42},
             3,
-            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2. Divisors "
-            "below 3 are 1, 2",
+            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2. Set "
+            "actor.tensor_parallel_size=1",
         ),
         (
             {"num_experts": 4, "family": "qwen3_moe"},
             2,
             "actor.tensor_parallel_size = 2 leaves each expert 20 of moe_intermediate_size of a/b, no multiple of 8, "
-            "as torch's grouped product needs it",
+            "as torch's grouped product needs it. Set actor.tensor_parallel_size=1",
         ),
     ],
 )
@@ -395,13 +395,12 @@ def test_check_length() -> None:
     assert str(caught.value) == (
         like(
             "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b. "
-            "Shorten the rows, or set actor.hf_overrides.max_position_embeddings: 101, and rope_parameters there as "
-            "the model's card says"
+            "Set actor.hf_overrides.max_position_embeddings=101, with rope_parameters there as the model's card says"
         )
     )
     learned = expected_spec(Path("a/b"), family="opt")
-    with pytest.raises(ConfigError, match=r"exceeds max_position_embeddings = 100 of a/b\. Shorten the rows$"):
-        learned.check_length(101)
+    with pytest.raises(ConfigError, match=r"exceeds max_position_embeddings = 100 of a/b\. Set data\.max_length=100$"):
+        learned.check_length(101, shortened=lambda most: {"data.max_length": [most]})
 
 
 @pytest.mark.parametrize(
