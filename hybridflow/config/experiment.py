@@ -299,12 +299,16 @@ class ExperimentConfig(RunConfig):
         fewest, prompts = self.fewest_rows, self.data.prompts_per_iteration
         if not isinstance(self.roles()[name], TrainedRoleConfig) or fewest >= layout.dp:
             return
-        what, settings = MINI_BATCH, {MINI_BATCH: [size for size in divisors(self.batch_size) if size >= layout.dp][:1]}
+        what, settings = (
+            MINI_BATCH,
+            dict[str, list[Any]]({MINI_BATCH: [size for size in divisors(self.batch_size) if size >= layout.dp][:1]}),
+        )
         if fewest < self.mini_batch_size:
             what, settings = "data.prompts_per_iteration x the smallest samples_per_prompt", {}
         if not any(settings.values()):  # as many times the prompts as there have to be, so that mini-batches divide
             times = ceil(layout.dp / (prompts * min(self.sampling.samples.values)))
-            settings = {"data.prompts_per_iteration": [times * prompts]}
+            whole = f" {MINI_BATCH}=null" if self.mini_batch_size < layout.dp else ""
+            settings = {"data.prompts_per_iteration": [f"{times * prompts}{whole}"]}
         raise ConfigError(
             f"{what} = {fewest} leaves replicas of {name} without "
             f"a sequence: {name} has data_parallel_size {layout.dp} on {counted(len(layout.ranks))}{remedy(settings)}"

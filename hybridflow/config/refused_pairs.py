@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from hybridflow.config.files import as_flow, read_tree
 from hybridflow.errors import Mendable
 
+NAMED = re.compile(r"\w=\w")  # in a reason: a key with the value to set
+
 
 @dataclass(frozen=True)
 class KeyCondition:
@@ -93,15 +95,30 @@ def refusal(section: BaseModel) -> Mendable | None:
 
 
 def _settings(pair: RefusedPair, section: BaseModel) -> dict[str, list[Any]]:
-    """What leaves out a side: the default of its key, where one key of the side is met and its default is not."""
+    """For `remedy`: defaults by which one side of the pair is no longer met, of the sides that one key meets."""
     found: dict[str, list[Any]] = {}
     for side in pair.sides:
-        met = [each for each in side if each.met_by(section)]
-        if len(met) == 1 and len(keys := [key for key, value in _values(section, met[0].key.split(".")) if met[0].holds(value)]) == 1:
-            default = _default(section, keys[0].split("."))
-            if default is not MISSING and not met[0].holds(default):
-                found[keys[0]] = [default]
+        met = [
+            (key, condition)
+            for condition in side
+            for key, value in _values(section, condition.key.split("."))
+            if condition.holds(value)
+        ]
+        if len(met) == 1:
+            [(key, condition)] = met
+            found[key] = [default for default in _default(section, key.split(".")) if not condition.holds(default)]
     return found
+
+
+def _default(section: BaseModel, path: Sequence[str]) -> list[Any]:
+    """The default of a key, if the key has one that is no section."""
+    node: Any = section
+    for part in path[:-1]:
+        node = node[int(part)] if part.isdecimal() else getattr(node, part)
+    fields: Mapping[str, Any] = getattr(type(node), "model_fields", {})
+    found = [field for name, field in fields.items() if path[-1] in (name, field.alias) and not field.is_required()]
+    defaults = [field.get_default(call_default_factory=True) for field in found]
+    return [default for default in defaults if not isinstance(default, BaseModel | dict)]
 
 
 def _conditions(given: str | Sequence[str]) -> tuple[KeyCondition, ...]:

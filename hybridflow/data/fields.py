@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.data.rows import Row, RowError
+from hybridflow.errors import remedy
 
 TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns that enter the chat template
 RENDERED = (TOOLS, KWARGS)

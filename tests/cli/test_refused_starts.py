@@ -16,13 +16,14 @@ import hybridflow.cli.refusals as refusals
 import hybridflow.data.inputs as of_inputs
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cli.refusals import check_here
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, read_value, set_key
 from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.data.fixed_inputs import load_fixed_inputs
 from hybridflow.data.inputs import load_inputs
-from hybridflow.errors import ConfigError, UserError
+from hybridflow.errors import ConfigError, Reasons, UserError
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT
+from tests.remedies import keys_of, refusal_of, told
 
 CHAT = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role[0] }}{{ m.content }}{% endif %}{% endfor %}="
 USER, TOOL = ({"role": role, "content": "1"} for role in ("user", "tool"))
@@ -139,6 +140,42 @@ def test_what_the_ranks_refuse_is_refused_before(name: str, inputs: Path, tmp_pa
         check_here(config, 2)
     where = str(of_ranks.value).partition(": ")[0]  # the file and the line, or the key
     assert where in str(of_plan.value) and len(str(of_plan.value).splitlines()) == 1, (of_ranks.value, of_plan.value)
+
+
+# whose remedy is no value of a key -> what it is
+OTHERWISE = {
+    **dict.fromkeys(("no object", "not UTF-8", "not JSON", "empty", "wrong type", "no character"), "another row"),
+    **dict.fromkeys(("unknown token", "no assistant", "empty answer", "a label that is none"), "another row"),
+    **dict.fromkeys(("other columns", "no chosen", "no prompt of pairs", "nothing to score by", "one row of kto"), "other rows"),
+    **dict.fromkeys(("no template", "no template of pairs", "not rendered", "tools"), "another chat template"),
+    "no tokenizer": "the tokenizer's files",
+    "end token": "another generation_config.json",
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_a_refusal_tells_to_set_gets_past_it(name: str, inputs: Path, tmp_path: Path) -> None:
+    config = config_of(STARTS[name], inputs, tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        check_here(config, 2)
+    ways = list(told(str(raised.value)))
+    assert bool(ways) != (name in OTHERWISE), raised.value
+    for settings in ways:
+        tree = config.model_dump(mode="json")
+        for key, setting in zip(keys_of(settings), settings, strict=True):
+            set_key(tree, key.split("."), read_value(setting.partition("=")[2], key), key)
+        after = Reasons()
+        after.collect(check_here, config_class(tree).from_tree(tree, "config.yaml"), 2)
+        assert refusal_of(str(raised.value)) not in map(refusal_of, after.lines), (settings, after.lines)
+
+
+def test_rows_of_which_some_can_be_used_may_be_left_out(inputs: Path, tmp_path: Path) -> None:
+    config = config_of(Start((ASKED, {"question": "1"})), inputs, tmp_path)
+    with pytest.raises(ConfigError, match=r"line 2: .*data\.bad_rows=drop$"):
+        check_here(config, 2)
+    tree = config.model_dump(mode="json")
+    tree["data"]["bad_rows"] = "drop"
+    check_here(config_class(tree).from_tree(tree, "config.yaml"), 2)
 
 
 def test_every_reason_against_a_row_has_a_start() -> None:

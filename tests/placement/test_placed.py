@@ -253,8 +253,8 @@ def test_overrides_are_of_all_roles_with_the_actors_model(inputs, tmp_path):
     other = problem(inputs, tmp_path, *keys, f"reference.model={inputs / 'reference'}")
     assert other == like(
         "data.max_prompt_length + sampling.max_response_length = 300 exceeds max_position_embeddings = 128 of "
-        f"{inputs / 'reference'}. Set sampling.max_response_length=116, or reference.hf_overrides.max_position_embeddings="
-        "300, with rope_parameters there as the model's card says"
+        f"{inputs / 'reference'}. Set sampling.max_response_length=116, or "
+        "reference.hf_overrides.max_position_embeddings=300, with rope_parameters there as the model's card says"
     )
     none = problem(inputs, tmp_path, *keys, "reference.hf_overrides={}")
     assert none.startswith("data.max_prompt_length") and "reference.hf_overrides.max_position_embeddings=300" in none
