@@ -299,10 +299,8 @@ class ExperimentConfig(RunConfig):
         fewest, prompts = self.fewest_rows, self.data.prompts_per_iteration
         if not isinstance(self.roles()[name], TrainedRoleConfig) or fewest >= layout.dp:
             return
-        what, settings = (
-            MINI_BATCH,
-            dict[str, list[Any]]({MINI_BATCH: [size for size in divisors(self.batch_size) if size >= layout.dp][:1]}),
-        )
+        larger = [size for size in divisors(self.batch_size) if size >= layout.dp]
+        what, settings = MINI_BATCH, dict[str, list[Any]]({MINI_BATCH: larger[:1]})
         if fewest < self.mini_batch_size:
             what, settings = "data.prompts_per_iteration x the smallest samples_per_prompt", {}
         if not any(settings.values()):  # as many times the prompts as there have to be, so that mini-batches divide

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import hybridflow.cli.refusals as refusals
 import hybridflow.data.inputs as of_inputs
 from hybridflow.architecture.spec import read_spec
-from hybridflow.cli.refusals import check_here
+from hybridflow.cli import plan
+from hybridflow.cli.refusals import check_for_hosts, check_here
 from hybridflow.config import ExperimentConfig, read_value, set_key
 from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.data.fixed_inputs import load_fixed_inputs
@@ -146,7 +147,8 @@ def test_what_the_ranks_refuse_is_refused_before(name: str, inputs: Path, tmp_pa
 OTHERWISE = {
     **dict.fromkeys(("no object", "not UTF-8", "not JSON", "empty", "wrong type", "no character"), "another row"),
     **dict.fromkeys(("unknown token", "no assistant", "empty answer", "a label that is none"), "another row"),
-    **dict.fromkeys(("other columns", "no chosen", "no prompt of pairs", "nothing to score by", "one row of kto"), "other rows"),
+    **dict.fromkeys(("other columns", "no chosen", "no prompt of pairs", "nothing to score by"), "other rows"),
+    "one row of kto": "more rows",
     **dict.fromkeys(("no template", "no template of pairs", "not rendered", "tools"), "another chat template"),
     "no tokenizer": "the tokenizer's files",
     "end token": "another generation_config.json",
@@ -237,3 +239,50 @@ def test_a_large_train_file_is_not_opened_for_each_held_out_set(
 def _noted(opened: list[str], opens: Callable[..., Any], files: Any, key: str) -> Any:
     opened.append(key)
     return opens(files, key)
+
+
+# ------------------------------------------------------------------------------------------------ plan --hosts
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_plan_of_hosts_reads_what_is_on_this_machine(name: str, inputs: Path, tmp_path: Path) -> None:
+    """It refuses what the plan without hosts refuses; a tokenizer that is not here may be on the hosts."""
+    config = config_of(STARTS[name], inputs, tmp_path)
+    if name == "no tokenizer":
+        assert check_for_hosts(config) == [
+            f"not on this machine, and not read: the tokenizer of actor.model = {config.trained.model}; the hosts must "
+            "have it"
+        ]
+        return
+    with pytest.raises(ConfigError) as of_plan:
+        check_here(config, 2)
+    with pytest.raises(ConfigError) as of_hosts:
+        check_for_hosts(config)
+    assert str(of_hosts.value) == str(of_plan.value)
+
+
+def test_what_only_the_hosts_have_is_no_error(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(Start(({"prompt": ""},), data={"heldout": "elsewhere/held.jsonl"}), inputs, tmp_path)
+    arguments = [str(tmp_path / "config.yaml"), "--hosts", "a=2,b=2"]
+    tree = config.model_dump(mode="json")
+    tree["algorithm"]["update"]["mini_batch_size"] = 4
+
+    def planned(**sections: Any) -> tuple[int, str, str]:
+        (tmp_path / "config.yaml").write_text(json.dumps({**tree, **sections}))
+        return plan.main(arguments), *capsys.readouterr()
+
+    status, _, refused = planned()
+    assert status == 1 and "rows.jsonl, line 1: prompt = '' is empty" in refused
+    status, text, _ = planned(data={**tree["data"], "train": "elsewhere/*.jsonl"})
+    for key in ("data.train = elsewhere/*.jsonl", "data.heldout = elsewhere/held.jsonl"):
+        assert f"\nnot on this machine, and not read: {key}; the hosts must have it\n" in text
+    assert status == 0
+    (Path(config.trained.model) / "model.safetensors").unlink()
+    code = {"functions": [{"function": "no_such_package.of_hosts:score"}]}
+    status, text, _ = planned(reward={**tree["reward"], **code})
+    lack = "\nnot on this machine, and not read"
+    assert status == 0 and f"{lack}: the weights of actor.model = {config.trained.model}; the hosts" in text
+    rows = "nor were the rows of data.train, data.heldout, which it reads"
+    assert f"{lack}, {rows}: reward.functions.0.function = no_such_package.of_hosts:score; the hosts must" in text
