@@ -1,19 +1,47 @@
-"""Why so many ranks cannot share a model: what `ModelSpec.check_parallel` and the others like it say. Pure.
+"""Whether so many ranks can share a model. Pure.
 
-Each function gives the end of a sentence that begins with `key = size`, or None where the ranks can.
+    check_parallel(read_spec(path), "actor.tensor_parallel_size", 3)      errors: ConfigError with the sizes that fit
+
+`_why_*`: the end of a sentence that begins with `key = size`, or None where the ranks can.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.errors import ConfigError, remedy
 
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
-WhyNot = Callable[["ModelSpec", int], str | None]
+WhyNot = Callable[[ModelSpec, int], str | None]
 
 
-def why_not_shared(spec: "ModelSpec", tp: int) -> str | None:
+def check_parallel(spec: ModelSpec, key: str, tp: int) -> None:
+    """Raise ConfigError, naming `key` and the sizes below that fit, unless `tp` ranks can share this model."""
+    _check_size(spec, key, tp, _why_not_shared, key)
+
+
+def check_experts(spec: ModelSpec, key: str, ep: int, setting: str = "") -> None:
+    """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each.
+
+    setting: the key to set, where `key` is more than its name.
+    """
+    _check_size(spec, key, ep, _why_no_whole_experts, setting or key)
+
+
+def check_expert_shares(spec: ModelSpec, key: str, tp: int, setting: str = "", times: int = 1) -> None:
+    """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert.
+
+    setting: the key to set, where `key` is more than its name; its value is `times` the ranks.
+    """
+    _check_size(spec, key, tp, _why_no_shares, setting or key, times=times)
+
+
+def _check_size(spec: ModelSpec, key: str, size: int, why: WhyNot, setting: str, *, times: int = 1) -> None:
+    if (reason := why(spec, size)) is not None:
+        fewer = [times * each for each in range(1, size) if why(spec, each) is None]
+        raise ConfigError(f"{key} = {size}{reason}{remedy({setting: fewer})}")
+
+
+def _why_not_shared(spec: ModelSpec, tp: int) -> str | None:
     """Of `tp` tensor-parallel ranks."""
     sizes = {"num_attention_heads": spec.num_heads}
     if not spec.num_experts:
@@ -41,7 +69,7 @@ def why_not_shared(spec: "ModelSpec", tp: int) -> str | None:
     return _no_divisor(spec, tp, f"the {rows} rows of queries, keys and values", rows) if rows % tp else None
 
 
-def why_no_whole_experts(spec: "ModelSpec", ep: int) -> str | None:
+def _why_no_whole_experts(spec: ModelSpec, ep: int) -> str | None:
     """Of `ep` ranks with as many whole experts each."""
     if ep > 1 and not spec.num_experts:
         return f": {spec.path} has no experts"
@@ -49,7 +77,7 @@ def why_no_whole_experts(spec: "ModelSpec", ep: int) -> str | None:
     return _no_divisor(spec, ep, f"the number of experts = {count}", count) if count % ep else None
 
 
-def why_no_shares(spec: "ModelSpec", tp: int) -> str | None:
+def _why_no_shares(spec: ModelSpec, tp: int) -> str | None:
     """Of `tp` ranks that share each expert."""
     if not spec.num_experts:
         return None
@@ -65,5 +93,5 @@ def why_no_shares(spec: "ModelSpec", tp: int) -> str | None:
     return None
 
 
-def _no_divisor(spec: "ModelSpec", parts: int, what: str, count: int) -> str:
+def _no_divisor(spec: ModelSpec, parts: int, what: str, count: int) -> str:
     return f" does not divide {what} of {spec.path}: {count} = {count // parts} x {parts} + {count % parts}"

@@ -29,7 +29,6 @@ from hybridflow.architecture.layer_kinds import (
 )
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary, text_config
-from hybridflow.architecture.sharing import WhyNot, why_no_shares, why_no_whole_experts, why_not_shared
 from hybridflow.errors import CheckpointError, ConfigError, remedy
 from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.json_text import parse_json
@@ -169,29 +168,6 @@ class ModelSpec:
     def reach(self) -> int | None:
         """The most tokens of a sequence, where a window is not computed as one; None: any number."""
         return None if "window" in self.mixers else self.sliding_window
-
-    def check_parallel(self, key: str, tp: int) -> None:
-        """Raise ConfigError, naming `key` and the sizes below that fit, unless `tp` ranks can share this model."""
-        self._check_size(key, tp, why_not_shared, key)
-
-    def check_experts(self, key: str, ep: int, setting: str = "") -> None:
-        """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each.
-
-        setting: the key to set, where `key` is more than its name.
-        """
-        self._check_size(key, ep, why_no_whole_experts, setting or key)
-
-    def check_expert_shares(self, key: str, tp: int, setting: str = "", times: int = 1) -> None:
-        """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert.
-
-        setting: the key to set, where `key` is more than its name; its value is `times` the ranks.
-        """
-        self._check_size(key, tp, why_no_shares, setting or key, times)
-
-    def _check_size(self, key: str, size: int, why: WhyNot, setting: str, times: int = 1) -> None:
-        if (reason := why(self, size)) is not None:
-            fewer = [times * each for each in range(1, size) if why(self, each) is None]
-            raise ConfigError(f"{key} = {size}{reason}{remedy({setting: fewer})}")
 
     def check_length(
         self,

@@ -1,7 +1,7 @@
 """The models of a run and the engine: their sizes on ranks, their optimizers, their budgets."""
 
 from math import gcd, lcm
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -177,14 +177,23 @@ class RoleConfig(LayoutConfig):
     actor's model, else none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number format of weights and activations."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward pass on one replica, at most. Where it is not given, the longest sequence if that is longer
-    than the default. No less than the longest sequence."""
+    micro_batch_tokens: Annotated[
+        PositiveInt, BeforeValidator(lambda given: given, json_schema_input_type=PositiveInt | None)
+    ] = 16384
+    """Tokens of one forward pass on one replica, at most. null, as where it is not given: the default, or the longest
+    sequence if that is longer. No less than the longest sequence."""
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
     token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
     """How tokens reach experts that several replicas share. auto: alltoall. deepep needs the package deep_ep, bfloat16
     and whole experts; no run on GPUs has shown it so far."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_budget(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("micro_batch_tokens", 0) is None:
+            return {key: value for key, value in given.items() if key != "micro_batch_tokens"}
+        return given
 
     @model_validator(mode="after")
     def _check_dispatcher(self) -> Self:

@@ -54,7 +54,7 @@ def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
             met = list(dict.fromkeys(of[rank] for rank in group))
             if len(met) > 1:
                 size = gcd(len(group), *(len(host.ranks) for host in hosts))
-                settings = {key.split()[0]: [size], "tensor_parallel_across_hosts": [True]}
+                settings: dict[str, list[Any]] = {key.split()[0]: [size], "tensor_parallel_across_hosts": [True]}
                 reasons.lines.append(
                     f"{key} = {len(group)}: ranks {shown(group)} lie on {' and '.join(met)} "
                     f"({', '.join(f'{host.name} has {shown(host.ranks)}' for host in hosts if host.name in met)}): a "

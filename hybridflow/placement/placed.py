@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
+from hybridflow.architecture.sharing import check_expert_shares, check_experts, check_parallel
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
 from hybridflow.config import (
     ExperimentConfig,
@@ -252,8 +253,8 @@ def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
 
 def _check_cuts(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons, *, cuda: bool) -> None:
     """Whether the model can be cut as its role says, on however many ranks."""
-    reasons.collect(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
-    reasons.collect(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
+    reasons.collect(check_parallel, spec, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.collect(check_experts, spec, f"{name}.expert_parallel_size", config.expert_parallel_size)
     etp, key = config.expert_tensor_parallel_size, f"{name}.expert_tensor_parallel_size"
     setting, times = key, 1
     if etp is None:
@@ -261,7 +262,7 @@ def _check_cuts(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons
         key = setting + (" / expert_parallel_size" if times > 1 else "")
     elif not spec.num_experts:
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts{remedy({key: [None]})}")
-    reasons.collect(spec.check_expert_shares, key, config.expert_tp, setting, times)
+    reasons.collect(check_expert_shares, spec, key, config.expert_tp, setting, times)
     reasons.collect(check_layers, name, config, spec)
     reasons.collect(check_context, name, config, spec, cuda=cuda)
     if isinstance(config, TrainedRoleConfig):
@@ -307,18 +308,18 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     """Whether the engine can cut the actor's model; with the actor's own size that is said of the actor."""
     if config.rollout.tensor_parallel_size is not None:
         key = "rollout.tensor_parallel_size"
-        reasons.collect(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+        reasons.collect(check_parallel, actor, key, config.rollout.tensor_parallel_size)
     tp = config.rollout_tensor_parallel_size
     if config.rollout_expert_parallel:
         key = "rollout.tensor_parallel_size"
         told = f"{key} with rollout.enable_expert_parallel"
         if actor.num_experts or tp == 1:
-            reasons.collect(actor.check_experts, told, tp, key)
+            reasons.collect(check_experts, actor, told, tp, key)
         elif config.rollout.enable_expert_parallel:  # by default as the actor, of which it is said
             more = remedy({"rollout.enable_expert_parallel": [False]})
             reasons.lines.append(f"{told} = {tp}: {actor.path} has no experts{more}")
     else:
-        reasons.collect(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
+        reasons.collect(check_expert_shares, actor, "rollout.tensor_parallel_size", tp)
     reasons.collect(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
 
 

@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from hybridflow.architecture.layer_kinds import RouterSizes
+from hybridflow.architecture.sharing import check_expert_shares, check_experts, check_parallel
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
 from tests.messages import like
@@ -311,14 +312,14 @@ def test_an_unsupported_model(changes: dict[str, Any], message: str, tmp_path: P
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_check_parallel_passes_where_everything_divides(tp: int) -> None:
-    expected_spec(Path("x")).check_parallel("actor.tensor_parallel_size", tp)
+    check_parallel(expected_spec(Path("x")), "actor.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
     spec = expected_spec(Path("x"), num_heads=8, num_kv_heads=num_kv_heads)
     for tp in (1, 2, 4, 8):
-        spec.check_parallel("actor.tensor_parallel_size", tp)
+        check_parallel(spec, "actor.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize(
@@ -371,20 +372,20 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
 def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, message: str) -> None:
     spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
     with pytest.raises(ConfigError) as caught:
-        spec.check_parallel("actor.tensor_parallel_size", tp)
-        spec.check_expert_shares("actor.tensor_parallel_size", tp)
+        check_parallel(spec, "actor.tensor_parallel_size", tp)
+        check_expert_shares(spec, "actor.tensor_parallel_size", tp)
     assert str(caught.value) == message
 
 
 def test_experts_that_ranks_cannot_share_out_show_the_arithmetic() -> None:
     spec = dataclasses.replace(expected_spec(Path("a/b")), num_experts=6, family="qwen3_moe")
-    spec.check_experts("actor.expert_parallel_size", 3)
+    check_experts(spec, "actor.expert_parallel_size", 3)
     with pytest.raises(ConfigError, match=r"expert_parallel_size = 4 does not divide the number of experts = 6 of a/b"):
-        spec.check_experts("actor.expert_parallel_size", 4)
+        check_experts(spec, "actor.expert_parallel_size", 4)
     dense = expected_spec(Path("a/b"))
-    dense.check_experts("actor.expert_parallel_size", 1)
+    check_experts(dense, "actor.expert_parallel_size", 1)
     with pytest.raises(ConfigError, match=r"actor\.expert_parallel_size = 2: a/b has no experts"):
-        dense.check_experts("actor.expert_parallel_size", 2)
+        check_experts(dense, "actor.expert_parallel_size", 2)
 
 
 def test_check_length() -> None:

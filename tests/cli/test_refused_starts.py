@@ -16,6 +16,7 @@ import hybridflow.cli.refusals as refusals
 import hybridflow.data.inputs as of_inputs
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cli import plan
+from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.refusals import check_for_hosts, check_here
 from hybridflow.config import ExperimentConfig, read_value, set_key
 from hybridflow.config.kinds import AnyConfig, config_class
@@ -239,6 +240,19 @@ def test_a_large_train_file_is_not_opened_for_each_held_out_set(
 def _noted(opened: list[str], opens: Callable[..., Any], files: Any, key: str) -> Any:
     opened.append(key)
     return opens(files, key)
+
+
+def test_positions_are_told_with_the_budget_that_is_too_small(inputs: Path, tmp_path: Path) -> None:
+    tree = config_of(Start(), inputs, tmp_path).model_dump(mode="json")
+    tree["sampling"]["max_response_length"] = 200
+    tree["critic"]["micro_batch_tokens"] = 100
+    with pytest.raises(ConfigError) as raised:
+        read_config(tree, "config.yaml")
+    budget, *lengths = str(raised.value).splitlines()
+    assert budget.startswith("config.yaml: actor.micro_batch_tokens = ") or "critic.micro_batch_tokens = 100" in budget
+    keys = "data.max_prompt_length + sampling.max_response_length = 212 exceeds max_position_embeddings = 128 of "
+    models = [tmp_path / "inputs" / name for name in ("policy", "critic", "reference", "reward")]
+    assert [line.partition(". Set ")[0] for line in lengths] == [f"{keys}{model}" for model in models]
 
 
 # ------------------------------------------------------------------------------------------------ plan --hosts
