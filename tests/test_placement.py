@@ -146,7 +146,8 @@ def test_roles_that_overlap_partly() -> None:
 def test_a_rank_without_work() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^of the 5 ranks of the run nothing uses 1,4, which leaves 2 ranks idle: a = 0, b = 2-3. Set a=0-1,4, or b=1-4, or take 3 ranks$",
+        match=r"^of the 5 ranks of the run nothing uses 1,4, which leaves 2 ranks idle: a = 0, b = 2-3"
+        r". Set a=0-1,4, or b=1-4, or take 3 ranks$",
     ):
         check_placement({"a": (0,), "b": (2, 3)}, 5)
 

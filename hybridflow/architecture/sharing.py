@@ -27,7 +27,7 @@ def check_experts(spec: ModelSpec, key: str, ep: int, setting: str = "") -> None
     _check_size(spec, key, ep, _why_no_whole_experts, setting or key)
 
 
-def check_expert_shares(spec: ModelSpec, key: str, tp: int, setting: str = "", times: int = 1) -> None:
+def check_expert_shares(spec: ModelSpec, key: str, tp: int, *, setting: str = "", times: int = 1) -> None:
     """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert.
 
     setting: the key to set, where `key` is more than its name; its value is `times` the ranks.

@@ -138,7 +138,8 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
     if unused:
         used = ", ".join(f"{key} = {shown(ranks)}" for key, ranks in placed.items())
         raise ConfigError(
-            f"of the {world_size} ranks of the run nothing uses {shown(unused)}, which leaves {counted(len(unused))} idle: {used}"
+            f"of the {world_size} ranks of the run nothing uses {shown(unused)}, which leaves {counted(len(unused))} "
+            f"idle: {used}"
             f"{remedy(_widened(placed, unused), f'take {counted(world_size - len(unused))}')}"
         )
     for (one, first), (other, second) in itertools.combinations(placed.items(), 2):

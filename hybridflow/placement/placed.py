@@ -262,7 +262,7 @@ def _check_cuts(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons
         key = setting + (" / expert_parallel_size" if times > 1 else "")
     elif not spec.num_experts:
         reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts{remedy({key: [None]})}")
-    reasons.collect(check_expert_shares, spec, key, config.expert_tp, setting, times)
+    reasons.collect(check_expert_shares, spec, key, config.expert_tp, setting=setting, times=times)
     reasons.collect(check_layers, name, config, spec)
     reasons.collect(check_context, name, config, spec, cuda=cuda)
     if isinstance(config, TrainedRoleConfig):
