@@ -547,8 +547,8 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             {"actor.ranks": "0-1", "critic.ranks": 0, "reference.ranks": "0-1"},
             4,
             "of the 4 ranks of the run nothing uses 2-3, which leaves 2 ranks idle: actor.ranks = 0-1, "
-            "critic.ranks = 0, reference.ranks = 0-1, rollout.ranks = 0-1. Set actor.ranks=0-3, or reference.ranks=0-3, or "
-            "rollout.ranks=0-3, or take 2 ranks",
+            "critic.ranks = 0, reference.ranks = 0-1, rollout.ranks = 0-1. Set actor.ranks=0-3, or "
+            "reference.ranks=0-3, or rollout.ranks=0-3, or take 2 ranks",
         ),
         (
             {"actor.ranks": "0-2", "rollout.ranks": "2-3"},
