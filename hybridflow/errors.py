@@ -1,6 +1,6 @@
 """Errors a user can mend. Each names the field or file, the value, and the rule; the entry point prints it once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
@@ -120,3 +120,58 @@ class Reasons:
         """Raise ConfigError if there are any. What two roles share is told once."""
         if self.lines:
             raise ConfigError("\n".join(dict.fromkeys(self.lines)))
+
+
+# ------------------------------------------------------------------------------------------------ what mends it
+
+
+def typed(value: object) -> str:
+    """As a person types it behind `key=`."""
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def remedy(settings: Mapping[str, Iterable[object]], otherwise: str = "", *, place: str = "") -> str:
+    """`. Set a=1, 2 or 4, or b=null`: keys and values of which each mends a refusal; empty without any.
+    A key without values is left out.
+
+    otherwise: what mends it too, `take 4 ranks`. place: of the section that has the keys; a key of "" is the place.
+    """
+    found = list[str]()
+    for key, values in settings.items():
+        if not (texts := list(dict.fromkeys(map(typed, values)))):
+            continue
+        *others, last = texts
+        said = f"{', '.join(others)} or {last}" if others else last
+        found.append(f"{'Set ' * (not found)}{'.'.join(part for part in (place, key) if part)}={said}")
+    ways = ", or ".join([*found, *([otherwise] if otherwise else [])])
+    return f". {ways[0].upper()}{ways[1:]}" if ways else ""
+
+
+def divisors(count: int) -> list[int]:
+    """Ascending, the number itself among them."""
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def around(given: int, fitting: Iterable[int]) -> list[int]:
+    """The largest of these below `given`, and the smallest above; fewer where there are none."""
+    every = sorted(fitting)
+    below, above = [each for each in every if each < given], [each for each in every if each > given]
+    return below[-1:] + above[:1]
+
+
+class Mendable(ValueError):
+    """A refusal of a section of a config. settings: see `remedy`, by keys of the section."""
+
+    def __init__(self, why: str, settings: Mapping[str, Iterable[object]]) -> None:
+        super().__init__(f"{why}{remedy(settings)}")
+        self.why, self.settings = why, settings
+
+    def within(self, place: str) -> "Mendable":
+        """Of the section that has this one at `place`."""
+        return Mendable(f"{place}.{self.why}", {f"{place}.{key}": values for key, values in self.settings.items()})
+
+    def at(self, place: str) -> str:
+        """The text, for a section at this place of the config."""
+        return f"{self.why}{remedy(self.settings, place=place)}"

@@ -349,7 +349,10 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
         ),
         (
             {"actor.tensor_parallel_size": 2, "actor.expert_parallel_size": 4},
-            ["actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 4 exceeds", "sequence_parallel: true"],
+            [
+                "actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 4 exceeds",
+                "actor.sequence_parallel=true",
+            ],
         ),
         (
             {"reward": {}},
@@ -457,7 +460,7 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             {"critic.tensor_parallel_size": 4, "algorithm.update.mini_batch_size": 8},
             6,
             "critic: tensor_parallel_size x pipeline_parallel_size = 4 x 1 = 4 does not divide the 6 ranks of the "
-            "run: 6 = 1 x 4 + 2",
+            "run: 6 = 1 x 4 + 2. Set critic.tensor_parallel_size=1, 2, 3 or 6, or take a multiple of 4 ranks",
         ),
         (
             {
@@ -467,80 +470,97 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             },
             6,
             "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 2 = 4 does not divide the 6 ranks of the "
-            "run: 6 = 1 x 4 + 2",
+            "run: 6 = 1 x 4 + 2. Set critic.tensor_parallel_size=1 or 3, or critic.pipeline_parallel_size=1 or 3, or "
+            "take a multiple of 4 ranks",
         ),
         (
             {"reference.tensor_parallel_size": 2, "reference.data_parallel_size": 3},
             4,
             "reference: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 2 x 1 x 3 = 6, but there "
-            "are 4 ranks of the run",
+            "are 4 ranks of the run. Set reference.data_parallel_size=2 or null, or take 6 ranks",
+        ),
+        (
+            {"reference.tensor_parallel_size": 3, "reference.data_parallel_size": 2},
+            4,
+            "reference: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 3 x 1 x 2 = 6, but there "
+            "are 4 ranks of the run. Set reference.tensor_parallel_size=4 reference.data_parallel_size=null, or take "
+            "6 ranks",
+        ),
+        (
+            {"reference.tensor_parallel_size": 3, "reference.pipeline_parallel_size": 3},
+            4,
+            "reference: tensor_parallel_size x pipeline_parallel_size = 3 x 3 = 9 does not divide the 4 ranks of the "
+            "run: 4 = 0 x 9 + 4. Set reference.tensor_parallel_size=1 reference.pipeline_parallel_size=1, or take a "
+            "multiple of 9 ranks",
         ),
         (
             {"actor.data_parallel_size": 1},
             2,
             "actor: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 1 x 1 x 1 = 1, but there are "
-            "2 ranks of the run",
+            "2 ranks of the run. Set actor.data_parallel_size=2 or null, or take 1 rank",
         ),
         (
             {"critic.expert_parallel_size": 4, "algorithm.update.mini_batch_size": 8},
             6,
-            "critic: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = 1 x 4 ranks, "
-            "which are 4 replicas of tensor_parallel_size = 1: 4 does not divide 6 data-parallel replicas: "
-            "6 = 1 x 4 + 2",
+            "critic: one copy of the experts takes expert_tensor_parallel_size x expert_parallel_size = 1 x 4 ranks, "
+            "which are 4 data-parallel replicas with tensor_parallel_size = 1. There are 6 data-parallel replicas, no "
+            "multiple of 4. Set critic.expert_parallel_size=1 or 2, or take a multiple of 4 ranks",
         ),
         (
             {"reward.models": [{"model": "a", "tensor_parallel_size": 2}]},
             3,
             "reward.models.0: tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks "
-            "of the run: 3 = 1 x 2 + 1",
+            "of the run: 3 = 1 x 2 + 1. Set reward.models.0.tensor_parallel_size=1 or 3, or take a multiple of 2 ranks",
         ),
         (
             {"critic.ranks": "0-2", "critic.tensor_parallel_size": 2},
             4,
             "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
-            "critic.ranks = 0-2: 3 = 1 x 2 + 1",
+            "critic.ranks = 0-2: 3 = 1 x 2 + 1. Set critic.tensor_parallel_size=1 or 3, or take a multiple of 2 ranks",
         ),
         (
             {},
             8,
             "algorithm.update.mini_batch_size = 4 leaves replicas of actor without a sequence: actor has "
-            "data_parallel_size 8 on 8 ranks\n"
+            "data_parallel_size 8 on 8 ranks. Set algorithm.update.mini_batch_size=8\n"
             "algorithm.update.mini_batch_size = 4 leaves replicas of critic without a sequence: critic has "
-            "data_parallel_size 8 on 8 ranks",
+            "data_parallel_size 8 on 8 ranks. Set algorithm.update.mini_batch_size=8",
         ),
         (
             {"critic.ranks": "2-4"},
             4,
-            "critic.ranks = 2-4 names rank 4, the run has 4 ranks: 0-3",
+            "critic.ranks = 2-4 names rank 4, the run has 4 ranks. Set critic.ranks=0-3",
         ),
         (
             {"rollout.ranks": "4-5"},
             4,
-            "rollout.ranks = 4-5 names rank 5, the run has 4 ranks: 0-3",
+            "rollout.ranks = 4-5 names rank 5, the run has 4 ranks. Set rollout.ranks=0-3",
         ),
         (
             {"actor.ranks": "0-2", "critic.ranks": "2-3"},
             4,
             "actor.ranks = 0-2 and critic.ranks = 2-3 overlap in 2 only. Two roles must lie on the same ranks, on "
-            "different ranks, or one within the other. Otherwise each waits for the other",
+            "different ranks, or one within the other. Otherwise each waits for the other. Set actor.ranks=0-3, or "
+            "critic.ranks=0-3",
         ),
         (
             {"actor.ranks": "0-1", "critic.ranks": 0, "reference.ranks": "0-1"},
             4,
-            "of the 4 ranks of the run nothing uses 2-3: actor.ranks = 0-1, critic.ranks = 0, "
-            "reference.ranks = 0-1, rollout.ranks = 0-1",
+            "of the 4 ranks of the run nothing uses 2-3, which leaves 2 ranks idle: actor.ranks = 0-1, "
+            "critic.ranks = 0, reference.ranks = 0-1, rollout.ranks = 0-1. Set actor.ranks=0-3, or "
+            "reference.ranks=0-3, or rollout.ranks=0-3, or take 2 ranks",
         ),
         (
             {"actor.ranks": "0-2", "rollout.ranks": "2-3"},
             4,
             "rollout.ranks = 2-3 and actor.ranks = 0-2 share 2: the engine must have exactly the actor's "
-            "ranks, or none of them",
+            "ranks, or none of them. Set rollout.ranks=0-2",
         ),
         (
             {"rollout.tensor_parallel_size": 2, "rollout.pipeline_parallel_size": 3},
             4,
             "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 2 x 3 = 6 does not divide the 4 ranks of "
-            "the engine: 4 = 0 x 6 + 4",
+            "the engine: 4 = 0 x 6 + 4. Set rollout.pipeline_parallel_size=1 or 2",
         ),
         (
             {
@@ -551,7 +571,7 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             },
             7,
             "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
-            "the engine: 3 = 1 x 2 + 1",
+            "the engine: 3 = 1 x 2 + 1. Set rollout.tensor_parallel_size=1 or 3",
         ),
     ],
 )

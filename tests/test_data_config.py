@@ -54,7 +54,7 @@ def test_a_file_and_several() -> None:
         (
             {"columns": {"prompt": "q"}, "prompt_key": "question"},
             "data: prompt_key = question cannot go with columns.prompt = q: both name the prompt's column. "
-            "Leave one out",
+            "Leave one out. Set data.prompt_key=prompt",
         ),
         ({"bad_rows": "skip"}, "data.bad_rows = 'skip': input should be 'drop' or 'error'"),
         ({"checked_mib": -1}, "data.checked_mib = -1: input should be greater than or equal to 0"),
@@ -100,9 +100,12 @@ def test_held_out_sets_by_name() -> None:
         (
             {"a": {"files": "m", "samples": 4}},
             "a.samples = 4 cannot go with temperature = 0.0: all responses to a prompt are the same. "
-            "Give a temperature, such as 1.0",
+            "Give a temperature, such as 1.0. Set data.heldout.a.samples=1",
         ),
-        ({"a": {"files": "m", "temperature": 0.001}}, "a.temperature = 0.001: is 0 or at least 0.01"),
+        (
+            {"a": {"files": "m", "temperature": 0.001}},
+            "a.temperature = 0.001: is 0 or at least 0.01. Set data.heldout.a.temperature=0 or 0.01",
+        ),
         (
             {"a": {"files": [{"path": "m", "weight": 2}]}},
             "a.files: weights say how often a row is trained on, held-out rows are all used once",

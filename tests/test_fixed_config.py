@@ -169,6 +169,10 @@ def test_a_micro_batch_of_no_given_size_holds_the_longest_row() -> None:
     )
     assert long.actor.micro_batch_tokens == 131072 and "micro_batch_tokens: 131072" in long.to_yaml()
     assert FixedDataConfig.from_tree(tree(), "x.yaml").actor.micro_batch_tokens == 16384
+    for length, expected in ((131072, 131072), (64, 16384)):
+        null = tree(actor={**TRAINED, "micro_batch_tokens": None})
+        null["data"]["max_length"] = length
+        assert FixedDataConfig.from_tree(null, "x.yaml").actor.micro_batch_tokens == expected
 
 
 def test_a_role_that_two_configs_share_keeps_its_budget() -> None:

@@ -95,7 +95,9 @@ def test_ranks_exist() -> None:
     assert check_ranks("actor.ranks", None, 4) == (0, 1, 2, 3)
     assert check_ranks("actor.ranks", (1, 3), 4) == (1, 3)
     for given, rank in (((4,), 4), ((0, 1, 9), 9)):
-        with pytest.raises(ConfigError, match=rf"= {shown(given)} names rank {rank}, the run has 4 ranks: 0-3$"):
+        with pytest.raises(
+            ConfigError, match=rf"= {shown(given)} names rank {rank}, the run has 4 ranks. Set actor.ranks=0-3$"
+        ):
             check_ranks("actor.ranks", given, 4)
 
 
@@ -142,7 +144,11 @@ def test_roles_that_overlap_partly() -> None:
 
 
 def test_a_rank_without_work() -> None:
-    with pytest.raises(ConfigError, match=r"^of the 5 ranks of the run nothing uses 1,4: a = 0, b = 2-3$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^of the 5 ranks of the run nothing uses 1,4, which leaves 2 ranks idle: a = 0, b = 2-3"
+        r". Set a=0-1,4, or b=1-4, or take 3 ranks$",
+    ):
         check_placement({"a": (0,), "b": (2, 3)}, 5)
 
 

@@ -283,10 +283,13 @@ def test_a_given_world_size_is_taken(plan) -> None:
         ),
         (("rollout.tensor_parallel_size=4",), ["rollout.tensor_parallel_size = 4", "num_attention_heads = 2"]),
         (("rollout.pipeline_parallel_size=4",), ["rollout.pipeline_parallel_size = 4", "num_hidden_layers = 2"]),
-        (("--world-size", "2", "critic.ranks=2-3"), ["critic.ranks = 2-3 names rank 3", "2 ranks: 0-1"]),
+        (
+            ("--world-size", "2", "critic.ranks=2-3"),
+            ["critic.ranks = 2-3 names rank 3", "Set critic.ranks=0-1"],
+        ),
         (
             ("--world-size", "4", *(f"{role}.ranks=0-1" for role in ROLES)),
-            ["uses 2-3: ", "critic.ranks = 0-1"],
+            ["uses 2-3, which leaves 2 ranks idle: ", "critic.ranks = 0-1"],
         ),
         (("actor.ranks=1-0",), ["config.yaml: actor.ranks: '1-0': the interval 1-0 is empty"]),
         (("sampling.max_response_length=100",), ["max_position_embeddings = 64 of small"]),

@@ -157,3 +157,11 @@ def test_what_does_not_ask_for_memory_has_no_verdict(capsys: pytest.CaptureFixtu
 def test_the_batch_that_fits_follows_the_memory(plan) -> None:
     found = plan("--time", "--profile", "h100-sxm", "--memory-gib", "70", status=0)["time"]["largest_batch"]
     assert found["room"] == 70 * GIB
+
+
+def test_a_mixture_is_told_to_share_its_experts_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tensor-parallel size, and whole experts on all 8 ranks: as the shipped config has it."""
+    arguments = ["configs/qwen3_30b_a3b_8gpus.yaml", "--world-size", "8", "--memory-gib", "80"]
+    assert main([*arguments, "actor.expert_parallel_size=1", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["verdict"]["help"]["together"] == {"actor.expert_parallel_size": 8}
+    assert main([*arguments, "actor.expert_parallel_size=8"]) == 0

@@ -18,6 +18,7 @@ from hybridflow.config.key_list import entries
 from hybridflow.config.refused_pairs import RefusedPair, refused_pairs
 from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError
+from tests.remedies import keys_of, told
 from tests.test_config import MINIMAL
 from tests.test_foreign_keys import DPO
 
@@ -152,6 +153,25 @@ def test_every_pair_is_refused_with_the_reason(pair: RefusedPair, overrides: lis
     with pytest.raises(ConfigError) as raised:
         load(pair, tree_of(pair, overrides))
     assert " cannot go with " in str(raised.value) and pair.reason in str(raised.value)
+
+
+UNTOLD = {"StopConfig"}  # of a metric that is stopped at, only the user knows the value
+
+
+@pytest.mark.parametrize(("pair", "overrides"), zip(refused_pairs(), EXAMPLES, strict=True))
+def test_what_every_refusal_tells_to_set_mends_it(pair: RefusedPair, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(pair, tree_of(pair, overrides))
+    ways = list(told(str(raised.value)))
+    assert ways or pair.section in UNTOLD, raised.value
+    for settings in ways:
+        tree = tree_of(pair, overrides)
+        for key, setting in zip(keys_of(settings), settings, strict=True):
+            set_key(tree, key.split("."), read_value(setting.partition("=")[2], key), key)
+        try:
+            load(pair, tree)
+        except ConfigError as error:  # another refusal may come next
+            assert pair.reason not in str(error), (settings, error)
 
 
 def test_an_editor_marks_the_pairs_that_a_file_has() -> None:

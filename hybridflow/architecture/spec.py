@@ -6,7 +6,7 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -29,12 +29,11 @@ from hybridflow.architecture.layer_kinds import (
 )
 from hybridflow.architecture.lora import Lora
 from hybridflow.architecture.rope import QueryGrowth, Rope, Rotary, attention_scale, num_angles, rotary, text_config
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, remedy
 from hybridflow.formats.gguf_files import gguf_hint
 from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
-EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {LANGUAGE_MODEL: "lm", SCORES: "score"}
 TEXT_CONFIG = "text_config"  # the language model's part of a wrapper's config.json
@@ -170,94 +169,49 @@ class ModelSpec:
         """The most tokens of a sequence, where a window is not computed as one; None: any number."""
         return None if "window" in self.mixers else self.sliding_window
 
-    def check_parallel(self, key: str, tp: int) -> None:
-        """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
-        self._check_divides(key, tp, "num_attention_heads", self.num_heads)
-        if not self.num_experts:
-            self._check_divides(key, tp, self.traits.mlp.size_key, self.ffn_hidden_size)
-        if self.num_dense_layers:
-            self._check_divides(key, tp, "intermediate_size", self.dense_ffn_hidden_size)
-        self._check_divides(key, tp, "the size of shared experts", self.shared_ffn_hidden_size)
-        self._check_divides(key, tp, "padded vocab_size", self.padded_vocab_size)
-        few, many = sorted((self.num_kv_heads, tp))
-        if many % few:
-            raise ConfigError(
-                f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
-                f"of that number: {many} = {many // few} x {few} + {many % few}"
-            )
-        if self.traits.attention.norms == "all" and tp > self.num_kv_heads:
-            raise ConfigError(
-                f"{key} = {tp} exceeds num_key_value_heads = {self.num_kv_heads} of {self.path}, whose keys have one "
-                "norm over all heads"
-            )
-        if self.delta is not None:
-            self._check_divides(key, tp, "linear_num_key_heads", self.delta.key_heads)
-        rows = (self.num_query_blocks + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
-        if rows % tp:
-            raise ConfigError(
-                f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "
-                f"{rows} = {rows // tp} x {tp} + {rows % tp}"
-            )
-
-    def check_experts(self, key: str, ep: int) -> None:
-        """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each."""
-        if ep > 1 and not self.num_experts:
-            raise ConfigError(f"{key} = {ep}: {self.path} has no experts")
-        self._check_divides(key, ep, "the number of experts", self.num_experts)
-
-    def check_expert_shares(self, key: str, tp: int) -> None:
-        """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert."""
-        if not self.num_experts:
-            return
-        self._check_divides(key, tp, self.traits.mlp.size_key, self.ffn_hidden_size)
-        for what, count in ((self.traits.mlp.size_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
-            if count % EXPERT_MULTIPLE:
-                raise ConfigError(
-                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
-                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
-                )
-
-    def _check_divides(self, key: str, parts: int, what: str, count: int) -> None:
-        if count % parts:
-            less = ", ".join(str(size) for size in range(1, parts) if count % size == 0)
-            raise ConfigError(
-                f"{key} = {parts} does not divide {what} = {count} of {self.path}: "
-                f"{count} = {count // parts} x {parts} + {count % parts}. Divisors below {parts} are {less}"
-            )
-
     def check_length(
-        self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length", role: str = "actor"
+        self,
+        longest: int,
+        key: str = "data.max_prompt_length + sampling.max_response_length",
+        role: str = "actor",
+        shortened: Callable[[int], Mapping[str, Iterable[object]]] = lambda most: {},
     ) -> None:
         """Raise ConfigError where sequences exceed the positions that the model knows, or the reach of attention.
 
-        key: what in the config makes them so long. role: whose model it is, by its config key.
+        key: what in the config makes them so long. role: whose model it is, by its config key. shortened: settings,
+        as of `remedy`, with which sequences have so many tokens at most.
         """
         length, overrides = f"{key} = {longest}", f"{role}.hf_overrides"
         if longest > self.max_positions:
-            more = f", or set {overrides}.{POSITIONS}: {longest}, and rope_parameters there as the model's card says"
+            learned = bool(self.traits.embedding.position_offset)
+            more = {} if learned else {f"{overrides}.{POSITIONS}": [longest]}
             raise ConfigError(
-                f"{length} exceeds {POSITIONS} = {self.max_positions} of {self.path}. Shorten the rows"
-                f"{'' if self.traits.embedding.position_offset else more}"
+                f"{length} exceeds {POSITIONS} = {self.max_positions} of {self.path}"
+                f"{remedy({**shortened(self.max_positions), **more})}"
+                + ("" if learned else ", with rope_parameters there as the model's card says")
             )
         angles = num_angles(self.rope)
         if angles is not None and longest > angles:
             raise ConfigError(
                 f"{length} exceeds factor x original_max_position_embeddings = {angles} of rope_type yarn of "
                 f"{self.path}: vLLM turns no position beyond. Shorten the rows, or give {overrides}.rope_parameters a "
-                f"factor of {-int(-longest * dict(self.rope)['factor'] // angles)}"
+                f"factor of {-int(-longest * dict(self.rope)['factor'] // angles)}{remedy(shortened(angles))}"
             )
         if self.reach is not None and longest > self.reach:
             raise ConfigError(
                 f"{length} exceeds sliding_window = {self.reach} of {self.path}: hybridflow trains attention "
                 "over the whole sequence, which is the same only up to the window's length"
+                f"{remedy(shortened(self.reach))}"
             )
 
     def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
         """Raise ConfigError unless this model knows every token id of the actor's."""
         if self.vocab_size < actor.vocab_size:
+            reward = role.startswith("reward.models.")
+            settings = {f"{role}.reencode": [True]} if reward else {f"{role}.model": [actor.path]}
             raise ConfigError(
                 f"{role}.model = {self.path} has vocab_size {self.vocab_size}, fewer than the actor's "
-                f"{actor.vocab_size}: all models of a run read the actor's token ids"
+                f"{actor.vocab_size}: all models of a run read the actor's token ids{remedy(settings)}"
             )
 
     @property

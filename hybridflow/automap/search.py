@@ -95,7 +95,7 @@ class SearchedPlan:
 @dataclass(frozen=True)
 class Found:
     """plans: fastest first. unseen: placements that time ran out for, untimed: kept choices. given: None where the
-    config as given does not fit; why_not."""
+    config as given does not fit, is refused or is not complete: the end of a sentence in why_not."""
 
     request: SearchRequest
     plans: list[SearchedPlan]
@@ -268,14 +268,16 @@ class _Search:
         if request.free is not None:
             return None, [], "is not complete"
         if request.refused:
-            return None, [], request.refused
+            return None, [], f"is refused: {request.refused}"
         try:
             plan = plan_of(request.config, request, None)
         except ConfigError as error:
-            return None, [], str(error)
+            return None, [], f"is refused: {error}"
         if plan.fullest.needed <= request.memory_bytes:
             return plan, [], ""
-        why_not = f"holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+        why_not = (
+            f"does not fit: it holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+        )
         return None, [] if request.first else self._mended(plan.placed), why_not
 
     def _mended(self, placed: PlacedModels) -> list[SearchedPlan]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from hybridflow.architecture.sharing import check_expert_shares, check_parallel
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost
 from hybridflow.config import RoleConfig, RolloutConfig
@@ -28,7 +29,7 @@ def stage_counts(spec: ModelSpec, num_ranks: int, tp: int) -> range:
 def divides(spec: ModelSpec, tp: int) -> bool:
     """Whether so many ranks can share the model."""
     try:
-        spec.check_parallel("", tp)
+        check_parallel(spec, "", tp)
     except ConfigError:
         return False
     return True
@@ -37,7 +38,7 @@ def divides(spec: ModelSpec, tp: int) -> bool:
 def shares_experts(spec: ModelSpec, tp: int) -> bool:
     """Whether so many ranks can share each expert; true where there are none."""
     try:
-        spec.check_expert_shares("", tp)
+        check_expert_shares(spec, "", tp)
     except ConfigError:
         return False
     return True

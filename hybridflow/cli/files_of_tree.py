@@ -1,5 +1,6 @@
 """Files that an invalid config names and this machine lacks, as far as the config shows them; without torch."""
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,8 +31,26 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
         if isinstance(file, str) and not any(f"data.{name} = " in line for line in reasons.lines):
             reasons.collect(data_files, os.path.expanduser(file), f"data.{name}")
     reasons.collect(described, [(function, {}) for function in _functions(tree)])
+    _note_lengths(tree, source, reasons)
     reasons.refuse()
     raise AssertionError("there was a reason")
+
+
+def _note_lengths(tree: Mapping[str, Any], source: str | Path, reasons: Reasons) -> None:
+    """Note what the models say of a config of which nothing but budgets of tokens is wrong: that they know fewer
+    positions, too. Larger budgets would only bring that up next."""
+    free = copy.deepcopy(dict(tree))
+    sections = [_section(free, key) for key in ROLES] + (_section(free, "reward").get("models") or [])
+    for section in sections:
+        if isinstance(section, dict):
+            section.pop("micro_batch_tokens", None)
+    try:
+        config = config_class(free).from_tree(free, source)
+    except ConfigError:
+        return
+    from hybridflow.placement.placed import check_models  # it loads torch
+
+    check_models(config, reasons)
 
 
 def _models(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,8 @@
 The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the
 config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. A run that cannot work is
 refused with status 1, in three stages: keys; models, files and functions; rows by the tokenizer, and names of weights.
-A stage tells all its reasons. `hybridflow train` tells the same ones. With --hosts files are not looked at: they are
-those of the hosts.
+A stage tells all its reasons. `hybridflow train` tells the same ones. With --hosts the files that are on this machine
+are checked too. A line names each one that is not: the hosts must have it.
 
 The second line, and again the last one, says whether the run fits the memory of a device, and what would help. The
 status is 3 where the run does not fit. The memory is that of --memory-gib, a profile, or the GPUs here. Without these
@@ -274,8 +274,7 @@ def _plan(options: argparse.Namespace) -> int:
     # torch loads for a second: a bad config fails before
     from hybridflow.cli.plan_lengths import with_lengths
     from hybridflow.cli.plan_verdict import known_facts, on_devices_of, verdict_report
-    from hybridflow.cli.refusals import check_here, missing_here
-    from hybridflow.data.same_tokens import check_tokenizers
+    from hybridflow.cli.refusals import check_for_hosts, check_here, missing_here
     from hybridflow.placement.adapter_lines import adapter_lines
     from hybridflow.placement.cache_room import cache_report, cache_words, long_words, with_room
     from hybridflow.placement.forecast import forecast
@@ -304,7 +303,7 @@ def _plan(options: argparse.Namespace) -> int:
             base = base_file(options.config)
             print(json.dumps({**for_launch(placed, hosts, unfit), "base": None if base is None else str(base)}))
             return 0
-        check_tokenizers(config)
+        plan["elsewhere"] = check_for_hosts(config)
         plan["placement"] = placement_lines(placed, hosts)
     placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
     plan |= {**forecast(placed), "adapters": adapter_lines(placed)}

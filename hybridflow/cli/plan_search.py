@@ -191,8 +191,7 @@ def _why(found: "Found") -> list[str]:
     if len(found.plans) > 1:
         lines += why(best, found.plans[1], "the second")
     if found.given is None:
-        fits = "is refused" if found.request.refused else "does not fit"
-        lines.append(f"The config as given {fits}: {found.why_not.splitlines()[0]}.")
+        lines.append(f"The config as given {found.why_not.splitlines()[0]}.")
     elif found.given.config == best.config:
         lines.append("The config as given is the first.")
     else:

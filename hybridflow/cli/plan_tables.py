@@ -34,6 +34,8 @@ def print_plan(plan: "Report", console: Console, *, whole: bool) -> None:
     else:
         _print_short(plan, console)
     print_missing(plan.get("missing", ()), console)
+    for line in plan.get("elsewhere", ()):
+        console.print(Text(line), soft_wrap=True)
     if "time" in plan:
         from hybridflow.cli.plan_time import print_time
 

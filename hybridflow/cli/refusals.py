@@ -7,6 +7,9 @@ Nothing is built, and no weights are read. Errors: ConfigError with a line a rea
 The number of ranks of this host that a run is started on is chosen here too.
 """
 
+import glob
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,19 @@ from hybridflow.architecture.weight_files import check_score_head
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.auto import autos
-from hybridflow.config.data import DataFiles
+from hybridflow.config.data import DataFiles, SourceConfig, is_tasks, sources_of
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.kinds import AnyConfig
+from hybridflow.config.reasoning_gym import KEY
 from hybridflow.config.world_size import TRIED, world_size_to_try
+from hybridflow.data.copies import is_remote
 from hybridflow.data.fields import rename_fields
 from hybridflow.data.messages import is_conversation
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers, tokenizer_notes
 from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer
-from hybridflow.errors import ConfigError, DataError, Reasons, RewardError
+from hybridflow.errors import ConfigError, DataError, Reasons, RewardError, remedy
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
 from hybridflow.parallel.platform import prepare_imports
@@ -35,6 +40,7 @@ from hybridflow.user_code import load_function, search_beside
 
 NUM_ROWS = 16  # whose columns are looked at
 MOST_BYTES = 256 << 20  # of the files whose columns are looked at; the run checks larger ones as it reads them
+TOKENIZER, CODE = "the tokenizer", "code"  # of what is not on this machine, see `_elsewhere`
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ".metadata")
 # the fields that a row of each kind has, in the ways that it may have them
 FIELDS = {
@@ -57,15 +63,23 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False, read
     reasons.refuse()
 
 
-def note_missing(config: AnyConfig, reasons: Reasons, *, reads: bool = True) -> None:
-    """Note what the config names and this machine lacks, beside models' sizes. reads: see `check_here`."""
-    if isinstance(config, ExperimentConfig) and not reasons.lines:
+def note_missing(
+    config: AnyConfig, reasons: Reasons, *, reads: bool = True, elsewhere: Collection[str] = (), here: bool = True
+) -> None:
+    """Note what the config names and this machine lacks, beside models' sizes. reads: see `check_here`.
+
+    elsewhere: keys of what is not looked at, see `_elsewhere`. here: whether the run has this machine's device.
+    """
+    if isinstance(config, ExperimentConfig) and here and not reasons.lines:
         reasons.collect(check_heads, config)
     if not reasons.lines:  # of a model that cannot be read nothing new is said
         reasons.collect(check_tokenizers, config)
-    for key, files in config.data.files_by_key.items():
-        reasons.collect(_check_rows, key, files, config)
-    if isinstance(config, ExperimentConfig):
+    files = (
+        {} if CODE in elsewhere else {k: named for k, named in config.data.files_by_key.items() if k not in elsewhere}
+    )
+    for key, named in files.items():
+        reasons.collect(_check_rows, key, named, config)
+    if isinstance(config, ExperimentConfig) and CODE not in elsewhere:
         reasons.collect(pool_specs, config)
         if config.data.environment is not None:
             from hybridflow.data.environment import check_environment  # it loads transformers, for seconds
@@ -74,7 +88,62 @@ def note_missing(config: AnyConfig, reasons: Reasons, *, reads: bool = True) -> 
         if isinstance(config.algorithm, Custom):
             reasons.collect(load_function, config.algorithm.flow, "algorithm.flow")
     if reads and not reasons.lines:
-        _note_unreadable(config, reasons)
+        _note_weights(config, reasons)
+        if TOKENIZER not in elsewhere:
+            _note_unreadable(config, reasons, files)
+
+
+def check_for_hosts(config: AnyConfig) -> list[str]:
+    """What the config names and this machine does not have, a line each: nothing of it was read.
+
+    Errors: ConfigError for what is here and cannot be trained with, a line a reason, as `check_here`.
+    """
+    elsewhere, reasons = _elsewhere(config), Reasons()
+    note_missing(config, reasons, elsewhere=elsewhere, here=config.platform != "auto")
+    reasons.refuse()
+    rows = f", nor were the rows of {', '.join(config.data.files_by_key)}, which it reads"
+    return [
+        f"not on this machine, and not read{rows if key == CODE else ''}: {name}; the hosts must have it"
+        for key, names in elsewhere.items()
+        for name in names
+    ]
+
+
+def _elsewhere(config: AnyConfig) -> dict[str, list[str]]:
+    """What is not on this machine, as a person reads it, by the key of the config, or `CODE`."""
+    found: dict[str, list[str]] = {}
+    for key, files in config.data.files_by_key.items():
+        paths = [source.path for source in sources_of(files) if isinstance(source, SourceConfig)]
+        absent = [path for path in paths if not (is_remote(path) or Path(path).exists() or glob.glob(path))]
+        lacks_tasks = is_tasks(files) and find_spec(KEY) is None
+        found[key] = [f"{key} = {path}" for path in absent] + [f"the package {KEY} of {key}"] * lacks_tasks
+    for name, role in config.roles().items():
+        model = Path(role.model)
+        if model.parent.name != "snapshots" and not _has_weights(model):  # of the Hub's cache a run fetches them
+            found[f"{name}.model"] = [f"the weights of {name}.model = {model}"]
+    if not has_tokenizer(Path(config.trained.model)):
+        found[TOKENIZER] = [f"the tokenizer of {config.trained_name}.model = {config.trained.model}"]
+    if isinstance(config, ExperimentConfig):
+        found[CODE] = [f"{key} = {text}" for key, text in _named_code(config).items() if not _is_found(text)]
+    return {key: names for key, names in found.items() if names}
+
+
+def _named_code(config: ExperimentConfig) -> dict[str, str]:
+    """The user's functions and classes, `package.module:name`, and the Python of verifiers, by key."""
+    scoring, judge, environment = config.reward, config.metrics.eval_reward, config.data.environment
+    functions = scoring.functions if scoring is not None else ()
+    found: dict[str, Any] = {f"reward.functions.{i}.function": each.function for i, each in enumerate(functions)}
+    found["metrics.eval_reward"] = None if judge is None else judge.function
+    found["algorithm.flow"] = config.algorithm.flow if isinstance(config.algorithm, Custom) else None
+    for name in ("class", "agent", "python"):
+        found[f"data.environment.{name}"] = getattr(environment, name, None)
+    return {key: text for key, text in found.items() if text is not None}
+
+
+def _is_found(text: str) -> bool:
+    """Whether the package of `package.module:name`, or a file, is on this machine."""
+    package, is_code, _ = text.partition(":")
+    return find_spec(package.partition(".")[0]) is not None if is_code else Path(text).exists()
 
 
 def check_before_search(config: AnyConfig) -> list[str]:
@@ -88,10 +157,9 @@ def check_before_search(config: AnyConfig) -> list[str]:
     return missing
 
 
-def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
-    """Note what the ranks would refuse as they read headers of weights, the tokenizer, and rows by it."""
-    from hybridflow.data.inputs import check_ends  # both load transformers, for seconds
-    from hybridflow.inspection.inputs import check_weights, first_rows, heads_of
+def _note_weights(config: AnyConfig, reasons: Reasons) -> None:
+    """Note what the ranks would refuse as they read headers of weights."""
+    from hybridflow.inspection.inputs import check_weights, heads_of  # it loads transformers, for seconds
 
     roles: dict[Path, list[str]] = {}
     for name, role in config.roles().items():
@@ -102,6 +170,16 @@ def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
             for name in names:
                 if name.startswith("reward.models"):
                     reasons.collect(check_score_head, name, read_spec(path))
+
+
+def _note_unreadable(config: AnyConfig, reasons: Reasons, files: Mapping[str, DataFiles]) -> None:
+    """Note what the ranks would refuse as they read the tokenizer, and rows by it.
+
+    files: those on this machine, by key.
+    """
+    from hybridflow.data.inputs import check_ends  # both load transformers, for seconds
+    from hybridflow.inspection.inputs import first_rows
+
     tokenizer = reasons.collect(load_tokenizer, Path(config.trained.model))
     if tokenizer is None:
         return
@@ -109,8 +187,7 @@ def _note_unreadable(config: AnyConfig, reasons: Reasons) -> None:
     if isinstance(config, ExperimentConfig):
         reasons.collect(check_ends, config, tokenizer, read_spec(config.trained.model).vocab_size)
     most = min(MOST_BYTES, config.data.checked_bytes)  # rows of larger files are checked as they are used
-    files = config.data.files_by_key
-    if _num_bytes(files["data.train"], "data.train") > most:
+    if "data.train" in files and _num_bytes(files["data.train"], "data.train") > most:
         return  # whose first row says whether a template renders
     for key, named in files.items():
         if _num_bytes(named, key) <= MOST_BYTES:
@@ -136,7 +213,8 @@ def missing_here(config: AnyConfig) -> list[str]:
     reasons.lines.append(f"no weights in {', '.join(bare)}")
     note_missing(config, reasons, reads=False)
     if len(reasons.lines) == 1 and has_tokenizer(Path(config.trained.model)):
-        _note_unreadable(config, reasons)
+        _note_weights(config, reasons)
+        _note_unreadable(config, reasons, config.data.files_by_key)
     return list(dict.fromkeys(reasons.lines))
 
 
@@ -158,7 +236,8 @@ def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
     found = [attempt(lambda row: _check_columns(row, key, config), row) for row in first]
     wrong = [error for error in found if isinstance(error, RowError)]
     if wrong and (config.data.bad_rows == "error" or len(wrong) == len(first)):
-        raise DataError(str(wrong[0]))
+        some = len(wrong) < len(first)
+        raise DataError(f"{wrong[0]}{remedy({'data.bad_rows': ['drop'] if some else []})}")
 
 
 def _check_columns(row: Row, key: str, config: AnyConfig) -> None:

@@ -8,6 +8,8 @@ import difflib
 import re
 from collections.abc import Collection
 
+from hybridflow.errors import Mendable
+
 LOWER = re.compile(
     r"(?<![a-z])(?:loss|perplexity|ppl|kl|nll|errors?|mse|mae|grad_norm|seconds|ms|bytes|mb|diff|truncated|timeouts|"
     r"failed|dropped|lost|idle|overlong|penalty)(?![a-z])"
@@ -30,16 +32,20 @@ def check_best_metric(metric: str, areas: Collection[str], *, eval_interval: int
     """Raise ValueError where no iteration of such a run has a metric of that area. areas: those that it has."""
     key, (area, slash, _) = f"checkpoint.best_metric = {metric}", metric.partition("/")
     if area == "eval" and slash and not eval_interval:
-        raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
+        raise Mendable(f"{key} needs metrics.eval_interval, which is 0", {"metrics.eval_interval": [1]})
     if slash and area in areas:
         return
     if area == "reward" and slash:
-        raise ValueError(f"{key}: there are no rewards; name a metric of this run, such as {_example_metrics(areas)}")
+        why = f"{key}: there are no rewards; name a metric of this run, such as {_example_metrics(areas)}"
+        raise Mendable(why, {"checkpoint.best_metric": [f"{_trained(areas)}/loss"]})
     near = difflib.get_close_matches(area, areas, n=1)
     known = f"did you mean {near[0]}/...?" if near and slash else f"{kind} has metrics of {', '.join(sorted(areas))}"
     raise ValueError(f"{key}: {'there is no such area' if slash else 'a metric is called area/name'}; {known}")
 
 
 def _example_metrics(areas: Collection[str]) -> str:
-    trained = "reward_model" if "reward_model" in areas else "actor"
-    return f"eval/loss or {trained}/loss"
+    return f"eval/loss or {_trained(areas)}/loss"
+
+
+def _trained(areas: Collection[str]) -> str:
+    return "reward_model" if "reward_model" in areas else "actor"

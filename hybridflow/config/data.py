@@ -18,6 +18,7 @@ from hybridflow.config.environment import EnvironmentKey
 from hybridflow.config.reasoning_gym import KEY, ReasoningGymConfig, TaskConfig, check_apart, parse_tasks
 from hybridflow.config.sampling import LEAST_TEMPERATURE
 from hybridflow.config.section import MOST_BYTES, PathText, Section, check_length
+from hybridflow.errors import Mendable
 
 
 class SourceConfig(Section):
@@ -159,7 +160,8 @@ class HeldoutSetConfig(Section):
         if isinstance(self.files, tuple):
             check_weightless(self.files, "files")
         if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"temperature = {self.temperature}: is 0 or at least {LEAST_TEMPERATURE}")
+            why = f"temperature = {self.temperature}: is 0 or at least {LEAST_TEMPERATURE}"
+            raise Mendable(why, {"temperature": [0, LEAST_TEMPERATURE]})
         return self
 
 
@@ -189,7 +191,11 @@ def _parsed_set(name: Any, given: Any) -> HeldoutSetConfig:
     try:
         return HeldoutSetConfig(**given)
     except ValidationError as error:
-        raise ValueError(f"{name}.{_set_problem(error.errors()[0])}") from None
+        problem = error.errors()[0]
+        raised = problem.get("ctx", {}).get("error")
+        if isinstance(raised, Mendable):
+            raise raised.within(name) from None
+        raise ValueError(f"{name}.{_set_problem(problem)}") from None
 
 
 def _set_problem(problem: Any) -> str:

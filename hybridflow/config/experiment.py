@@ -22,9 +22,11 @@ from hybridflow.config.run import RunConfig
 from hybridflow.config.sampling import SamplingConfig
 from hybridflow.config.staleness import check_staleness, with_correction
 from hybridflow.config.vendor_arguments import vendor_lines
-from hybridflow.errors import ConfigError, Reasons
+from hybridflow.errors import ConfigError, Mendable, Reasons, around, divisors, remedy
 from hybridflow.parallel.layout import Layout
-from hybridflow.parallel.ranks import counted
+from hybridflow.parallel.ranks import counted, shown
+
+MINI_BATCH = "algorithm.update.mini_batch_size"
 
 
 class ExperimentConfig(RunConfig):
@@ -80,13 +82,15 @@ class ExperimentConfig(RunConfig):
         every = self.metrics.eval_interval
         if every and not (self.metrics.eval_reward or self.data.environment or self.reward_functions_judge):
             who = "metrics.eval_reward, data.environment, or functions in reward"
-            raise ValueError(f"metrics.eval_interval = {every} needs {who}")
+            raise Mendable(f"metrics.eval_interval = {every} needs {who}", {"metrics.eval_interval": [0]})
         for name, each in self.data.heldout_sets.items():
-            key = f"data.heldout.{name}.interval = {each.interval}"
-            if each.interval is not None and not every:
-                raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
-            if each.interval is not None and each.interval % every:
-                raise ValueError(f"{key}: is no multiple of metrics.eval_interval = {every}")
+            key, own = f"data.heldout.{name}.interval", each.interval
+            if own is not None and not every:
+                why = f"{key} = {own} needs metrics.eval_interval, which is 0"
+                raise Mendable(why, {"metrics.eval_interval": [own], key: [None]})
+            if own is not None and own % every:
+                why = f"{key} = {own}: is no multiple of metrics.eval_interval = {every}"
+                raise Mendable(why, {key: around(own, range(every, own + every, every))})
 
     @property
     def reward_functions_judge(self) -> bool:
@@ -129,9 +133,10 @@ class ExperimentConfig(RunConfig):
             raise ValueError("reward: names neither a model nor a function: give reward.models or reward.functions")
         longest = None if environment is None else environment.max_turn_tokens
         if longest is not None and longest < self.sampling.min_response_length:
-            raise ValueError(
-                f"data.environment.max_turn_tokens = {longest} is below sampling.min_response_length = "
-                f"{self.sampling.min_response_length}"
+            least = self.sampling.min_response_length
+            raise Mendable(
+                f"data.environment.max_turn_tokens = {longest} is below sampling.min_response_length = {least}",
+                {"data.environment.max_turn_tokens": [least], "sampling.min_response_length": [longest]},
             )
 
     def _check_best(self) -> None:
@@ -161,41 +166,49 @@ class ExperimentConfig(RunConfig):
         for key in LayoutConfig.model_fields:
             mine, actors = getattr(self.reference, key), getattr(self.actor, key)
             if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:
-                raise ValueError(
+                raise Mendable(
                     f"algorithm.kl.reset_reference_interval = {interval} copies the actor's weights rank by rank: "
-                    f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
+                    f"reference.{key} = {mine} and actor.{key} = {actors} must be the same",
+                    {f"reference.{key}": [shown(actors) if key == "ranks" and actors else actors]},
                 )
 
     def _check_batch(self) -> None:
         batch, kl = self.batch_size, self.algorithm.kl
         self._check_mini_batch()
         if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
-            raise ValueError(
+            raise Mendable(
                 f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy and takes one "
-                f"step with all {batch} sequences of an iteration. Leave the key out"
+                f"step with all {batch} sequences of an iteration",
+                {MINI_BATCH: [None]},
             )
         if kl.controller == "adaptive" and batch >= 5 * kl.horizon:
-            raise ValueError(
+            raise Mendable(
                 f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration. One step may "
-                f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
+                f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1",
+                {"algorithm.kl.horizon": [batch // 5 + 1]},
             )
 
     def _check_mini_batch(self) -> None:
         prompts, batch, most = self.data.prompts_per_iteration, self.batch_size, max(self.sampling.samples.values)
-        if self.algorithm.update.whole_prompts and self.mini_batch_size % most:
-            raise ValueError(
-                f"algorithm.update.whole_prompts = true: algorithm.update.mini_batch_size = {self.mini_batch_size} is "
-                f"no multiple of sampling.samples_per_prompt = {most}"
+        size, whole = self.mini_batch_size, self.algorithm.update.whole_prompts
+        nearest = around(size, [each for each in divisors(batch) if not whole or each % most == 0])
+        if whole and size % most:
+            raise Mendable(
+                f"algorithm.update.whole_prompts = true: {MINI_BATCH} = {size} is "
+                f"no multiple of sampling.samples_per_prompt = {most}",
+                {MINI_BATCH: nearest},
             )
-        if self.sampling.samples.varies and self.mini_batch_size > batch:
-            raise ValueError(
-                f"algorithm.update.mini_batch_size = {self.mini_batch_size} exceeds the most sequences of an "
-                f"iteration: data.prompts_per_iteration x the largest samples_per_prompt = {prompts} x {most} = {batch}"
+        if self.sampling.samples.varies and size > batch:
+            raise Mendable(
+                f"{MINI_BATCH} = {size} exceeds the most sequences of an iteration: "
+                f"data.prompts_per_iteration x the largest samples_per_prompt = {prompts} x {most} = {batch}",
+                {MINI_BATCH: [batch]},
             )
-        if not self.sampling.samples.varies and batch % self.mini_batch_size:
-            raise ValueError(
-                f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
-                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {most} = {batch}"
+        if not self.sampling.samples.varies and batch % size:
+            raise Mendable(
+                f"{MINI_BATCH} = {size} does not divide the sequences of an "
+                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {most} = {batch}",
+                {MINI_BATCH: nearest},
             )
 
     def _by_bucket(self, key: str) -> list[tuple[str, Any]]:
@@ -211,7 +224,8 @@ class ExperimentConfig(RunConfig):
         reward = self.reward
         for name, limit in self._by_bucket("max_response_length"):
             if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
-                raise ValueError(f"reward.overlong.buffer = {reward.overlong.buffer} is longer than {name} = {limit}")
+                why = f"reward.overlong.buffer = {reward.overlong.buffer} is longer than {name} = {limit}"
+                raise Mendable(why, {"reward.overlong.buffer": [limit]})
 
     @property
     def batch_size(self) -> int:
@@ -230,6 +244,14 @@ class ExperimentConfig(RunConfig):
     @property
     def max_sequence_length(self) -> int:
         return self.data.max_prompt_length + self.sampling.max_response_length
+
+    def shortened(self, most: int) -> dict[str, list[Any]]:
+        """Settings, as of `remedy`, with which the longest sequence has `most` tokens: of one key where that is
+        enough."""
+        prompt, response = "data.max_prompt_length", "sampling.max_response_length"
+        sizes = {response: most - self.data.max_prompt_length, prompt: most - self.sampling.max_response_length}
+        alone = {key: [size] for key, size in sizes.items() if size > 0}
+        return alone or {prompt: [f"{most // 2} {response}={most - most // 2}"]}
 
     @property
     def rollout_tensor_parallel_size(self) -> int:
@@ -274,15 +296,21 @@ class ExperimentConfig(RunConfig):
         return layouts
 
     def _check_replicas(self, name: str, layout: Layout) -> None:
-        fewest = self.fewest_rows
-        if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.dp:
-            what = "algorithm.update.mini_batch_size"
-            if fewest < self.mini_batch_size:
-                what = "data.prompts_per_iteration x the smallest samples_per_prompt"
-            raise ConfigError(
-                f"{what} = {fewest} leaves replicas of {name} without "
-                f"a sequence: {name} has data_parallel_size {layout.dp} on {counted(len(layout.ranks))}"
-            )
+        fewest, prompts = self.fewest_rows, self.data.prompts_per_iteration
+        if not isinstance(self.roles()[name], TrainedRoleConfig) or fewest >= layout.dp:
+            return
+        larger = [size for size in divisors(self.batch_size) if size >= layout.dp]
+        what, settings = MINI_BATCH, dict[str, list[Any]]({MINI_BATCH: larger[:1]})
+        if fewest < self.mini_batch_size:
+            what, settings = "data.prompts_per_iteration x the smallest samples_per_prompt", {}
+        if not any(settings.values()):  # as many times the prompts as there have to be, so that mini-batches divide
+            times = ceil(layout.dp / (prompts * min(self.sampling.samples.values)))
+            whole = f" {MINI_BATCH}=null" if self.mini_batch_size < layout.dp else ""
+            settings = {"data.prompts_per_iteration": [f"{times * prompts}{whole}"]}
+        raise ConfigError(
+            f"{what} = {fewest} leaves replicas of {name} without "
+            f"a sequence: {name} has data_parallel_size {layout.dp} on {counted(len(layout.ranks))}{remedy(settings)}"
+        )
 
     def _check_engine(self, actor: Layout | None, world_size: int) -> None:
         check_ranks("rollout.ranks", self.rollout.ranks, world_size)

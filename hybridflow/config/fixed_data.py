@@ -14,7 +14,7 @@ from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import FilesConfig
 from hybridflow.config.fixed_algorithms import FixedAlgorithm
 from hybridflow.config.ranks import check_placement
-from hybridflow.errors import ConfigError, Reasons
+from hybridflow.errors import ConfigError, Reasons, remedy
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.ranks import counted
 
@@ -112,6 +112,10 @@ class FixedDataConfig(RunConfig):
     def max_sequence_length(self) -> int:
         return self.data.max_length
 
+    def shortened(self, most: int) -> dict[str, list[Any]]:
+        """Settings, as of `remedy`, with which the longest sequence has `most` tokens."""
+        return {"data.max_length": [most]}
+
     def bucket_bytes(self, *, cuda: bool) -> int:
         """Of the buckets in which the trained model's weights live."""
         return RolloutConfig().bucket_bytes(cuda=cuda)
@@ -126,6 +130,7 @@ class FixedDataConfig(RunConfig):
             raise ConfigError(
                 f"data.batch_size = {self.data.batch_size} is more than num_epochs x rows of data.train = "
                 f"{self.num_epochs} x {num_rows}"
+                f"{remedy({'data.batch_size': [self.num_epochs * num_rows]})}"
             )
         if profile is not None and (wrong := profile.why_not_within(found)):
             raise ConfigError(wrong)
@@ -143,6 +148,7 @@ class FixedDataConfig(RunConfig):
             reasons.lines.append(
                 f"data.batch_size = {rows} leaves replicas of {name} without a row: {name} has data_parallel_size "
                 f"{layouts[name].dp} on {counted(len(layouts[name].ranks))}"
+                f"{remedy({'data.batch_size': [layouts[name].dp]})}"
             )
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 
 from hybridflow.config.hub import ModelText
 from hybridflow.config.section import Section
+from hybridflow.errors import Mendable
 
 RANK = ALPHA = 32
 ModuleName = Annotated[str, Field(min_length=1)]
@@ -37,5 +38,6 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.target_modules == ():
-            raise ValueError("target_modules = []: names no linear layer: give names, all-linear, or leave the key out")
+            why = "target_modules = []: names no linear layer: give names, or leave the key out"
+            raise Mendable(why, {"target_modules": ["all-linear"]})
         return self

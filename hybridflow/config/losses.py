@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from hybridflow.config.section import Section
+from hybridflow.errors import Mendable
 
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -74,9 +75,10 @@ class Importance(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:
-            raise ValueError(
+            raise Mendable(
                 f"low = {self.low}, high = {self.high}: low must be at most 1 and high at least 1, where engine and "
-                "trainer agree"
+                "trainer agree",
+                {"low" if self.low > 1 else "high": [1]},
             )
         return self
 

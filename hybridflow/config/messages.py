@@ -12,6 +12,7 @@ from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.old_keys import MOVED
 from hybridflow.config.other_trainers import NOT_QUANTISED, algorithm_hint, hint, is_quantisation, leaves
 from hybridflow.config.sampling import REPLACED, PromptLengthConfig, SamplingConfig
+from hybridflow.errors import Mendable
 
 
 def explanation(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
@@ -26,7 +27,9 @@ def explanation(error: ValidationError, model: type[BaseModel], path: str | Path
         elif problem["type"] == "union_tag_invalid":
             lines.append(f"{key}.name = {problem['ctx']['tag']!r}: {_no_algorithm(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
-            lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
+            raised, place = problem["ctx"]["error"], key if location else ""
+            text = raised.at(place) if isinstance(raised, Mendable) else str(raised)
+            lines.append(f"{key}: {text}" if location else text)
         else:
             reason = f"; {NOT_QUANTISED}" if is_quantisation(str(problem["input"])) else ""
             lines.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{reason}")

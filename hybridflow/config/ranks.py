@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, Mendable, divisors, remedy
 from hybridflow.parallel.ranks import Ranks, counted, shown
 
 LARGEST_RANK = 1 << 20
@@ -27,7 +27,7 @@ def parse_ranks(given: Any) -> Ranks | None:
         raise ValueError(f"{given!r}: {RULE}")
     ranks = [rank for part in str(given).split(",") for rank in _interval(part.strip(), given)]
     if ranks != sorted(set(ranks)):
-        raise ValueError(f"{given!r} names {shown(ranks)}: {RULE}")
+        raise Mendable(f"{given!r} names {shown(ranks)}: {RULE}", {"": [shown(sorted(set(ranks)))]})
     return tuple(ranks)
 
 
@@ -67,8 +67,8 @@ def check_ranks(key: str, given: Ranks | None, world_size: int) -> Ranks:
         return tuple(range(world_size))
     if given[-1] >= world_size:
         raise ConfigError(
-            f"{key} = {shown(given)} names rank {given[-1]}, the run has {counted(world_size)}: "
-            f"{shown(range(world_size))}"
+            f"{key} = {shown(given)} names rank {given[-1]}, the run has {counted(world_size)}"
+            f"{remedy({key: [shown(range(world_size))]})}"
         )
     return given
 
@@ -81,15 +81,33 @@ def check_sizes(role: str, sizes: Mapping[str, int], dp: int | None, given: Rank
     count, each = len(ranks), prod(sizes.values())
     names, numbers = " x ".join(sizes), " x ".join(map(str, sizes.values()))
     where = "ranks of the run" if given is None else f"ranks of {role}.ranks = {shown(given)}"
+    keys = {f"{role}.{key}": size for key, size in sizes.items()}
     if dp is None and count % each:
         raise ConfigError(
             f"{role}: {names} = {numbers} = {each} does not divide the {count} {where}: "
             f"{count} = {count // each} x {each} + {count % each}"
+            f"{remedy(dividing(keys, count), f'take a multiple of {each} ranks')}"
         )
     if dp is not None and each * dp != count:
+        key = f"{role}.data_parallel_size"
+        fitting: dict[str, list[Any]] = {key: [count // each, None]}
+        if count % each:
+            fitting = {name: [f"{values[-1]} {key}=null"] for name, values in dividing(keys, count).items()}
         raise ConfigError(
             f"{role}: {names} x data_parallel_size = {numbers} x {dp} = {each * dp}, but there are {count} {where}"
+            f"{remedy(fitting, f'take {counted(each * dp)}')}"
         )
+
+
+def dividing(sizes: Mapping[str, int], count: int) -> dict[str, list[Any]]:
+    """Of each key the values with which the product divides `count`, where other keys stay; else all keys at 1.
+
+    For `remedy`. sizes: by the key, as a person types it.
+    """
+    others = {key: prod(sizes.values()) // size for key, size in sizes.items()}
+    found: dict[str, list[Any]] = {key: divisors(count // each) for key, each in others.items() if count % each == 0}
+    first, *more = [key for key, size in sizes.items() if size > 1]
+    return found or {first: [" ".join(["1", *(f"{key}=1" for key in more)])]}
 
 
 def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
@@ -98,7 +116,7 @@ def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
     if shared and ranks != actor:
         raise ConfigError(
             f"rollout.ranks = {shown(ranks)} and actor.ranks = {shown(actor)} share {shown(shared)}: the engine must "
-            "have exactly the actor's ranks, or none of them"
+            f"have exactly the actor's ranks, or none of them{remedy({'rollout.ranks': [shown(actor)]})}"
         )
 
 
@@ -106,9 +124,11 @@ def check_engine_sizes(tp: int, pp: int, num_ranks: int) -> None:
     """The engine's replicas fill the engine's ranks."""
     size = tp * pp
     if num_ranks % size:
+        keys = {"rollout.tensor_parallel_size": tp, "rollout.pipeline_parallel_size": pp}
         raise ConfigError(
             f"rollout.tensor_parallel_size x rollout.pipeline_parallel_size = {tp} x {pp} = {size} does not divide the "
             f"{num_ranks} ranks of the engine: {num_ranks} = {num_ranks // size} x {size} + {num_ranks % size}"
+            f"{remedy(dividing(keys, num_ranks))}"
         )
 
 
@@ -117,12 +137,29 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
     unused = sorted(set(range(world_size)) - {rank for ranks in placed.values() for rank in ranks})
     if unused:
         used = ", ".join(f"{key} = {shown(ranks)}" for key, ranks in placed.items())
-        raise ConfigError(f"of the {world_size} ranks of the run nothing uses {shown(unused)}: {used}")
+        raise ConfigError(
+            f"of the {world_size} ranks of the run nothing uses {shown(unused)}, which leaves {counted(len(unused))} "
+            f"idle: {used}"
+            f"{remedy(_widened(placed, unused), f'take {counted(world_size - len(unused))}')}"
+        )
     for (one, first), (other, second) in itertools.combinations(placed.items(), 2):
-        shared = sorted(set(first) & set(second))
-        if shared and len(shared) < min(len(first), len(second)):
+        if shared := _overlap(first, second):
+            both = shown(sorted({*first, *second}))
             raise ConfigError(
                 f"{one} = {shown(first)} and {other} = {shown(second)} overlap in {shown(shared)} only. Two roles must "
                 "lie on the same ranks, on different ranks, or one within the other. Otherwise each waits for the "
-                "other"
+                f"other{remedy({one: [both], other: [both]})}"
             )
+
+
+def _overlap(one: Ranks, other: Ranks) -> list[int]:
+    """The ranks of both, where neither lies within the other."""
+    shared = sorted(set(one) & set(other))
+    return shared if len(shared) < min(len(one), len(other)) else []
+
+
+def _widened(placed: Mapping[str, Ranks], unused: list[int]) -> dict[str, list[str]]:
+    """By key the ranks that have the unused ones too, where no role overlaps with another then."""
+    wider = {key: tuple(sorted({*ranks, *unused})) for key, ranks in placed.items()}
+    others = {key: [ranks for other, ranks in placed.items() if other != key] for key in placed}
+    return {key: [shown(wider[key])] for key in placed if not any(_overlap(wider[key], each) for each in others[key])}

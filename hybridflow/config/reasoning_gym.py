@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from hybridflow.config.section import Section
+from hybridflow.errors import Mendable
 
 KEY = "reasoning_gym"
 RELEASE = "0.1.25"  # the one whose scorers were read for EXECUTES, and whose rows were compared for UNREPEATABLE
@@ -58,9 +59,10 @@ class TaskConfig(Section):
             if key in self.config:
                 raise ValueError(f"config.{key} = {self.config[key]!r}: give {key} beside config, not in it")
         if self.name in EXECUTES and not self.execute:
-            raise ValueError(
-                f"name = {self.name}: its scorer executes the model's answer as Python. With execute: true the scorer "
-                "runs in a confined process, as hybridflow.rewards:passes_tests runs programs"
+            raise Mendable(
+                f"name = {self.name}: its scorer executes the model's answer as Python. With execute the scorer "
+                "runs in a confined process, as hybridflow.rewards:passes_tests runs programs",
+                {"execute": [True]},
             )
         return self
 
@@ -95,7 +97,11 @@ def parse_tasks(given: Mapping[str, Any]) -> ReasoningGymConfig:
     try:
         return ReasoningGymConfig(**given)
     except ValidationError as error:
-        raise ValueError(_problem_text(error.errors()[0])) from None
+        problem = error.errors()[0]
+        raised = problem.get("ctx", {}).get("error")
+        if isinstance(raised, Mendable):
+            raise raised.within(".".join(map(str, problem["loc"]))) from None
+        raise ValueError(_problem_text(problem)) from None
 
 
 def _problem_text(problem: Any) -> str:
@@ -114,14 +120,16 @@ def check_apart(train: ReasoningGymConfig, heldout: ReasoningGymConfig, key: str
     """Errors: ValueError where a held-out row is one of those to train on. key: of the held-out tasks."""
     for i, held in enumerate(heldout.reasoning_gym):
         if held.weight is not None:
-            raise ValueError(
+            raise Mendable(
                 f"{key}.reasoning_gym.{i}.weight = {held.weight:g}: weights say how often a row is trained on, "
-                "held-out rows are all used once"
+                "held-out rows are all used once",
+                {f"{key}.reasoning_gym.{i}.weight": [None]},
             )
         for task in train.reasoning_gym:
             shared = range(max(held.rows.start, task.rows.start), min(held.rows.stop, task.rows.stop))
             if len(shared) and (held.name, held.config) == (task.name, task.config):
-                raise ValueError(
+                raise Mendable(
                     f"{key}.reasoning_gym.{i}.seed = {held.seed}: row i is made from seed + i, so {len(shared)} rows "
-                    f"of {held.name} are also in data.train. Give a seed from {task.rows.stop} on"
+                    f"of {held.name} are also in data.train. Give a seed from {task.rows.stop} on",
+                    {f"{key}.reasoning_gym.{i}.seed": [task.rows.stop]},
                 )

@@ -16,6 +16,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from hybridflow.config.files import as_flow, read_tree
+from hybridflow.errors import Mendable
+
+NAMED = re.compile(r"\w=\w")  # in a reason: a key with the value to set
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,41 @@ def pairs_of(section: type[BaseModel]) -> tuple[RefusedPair, ...]:
     return tuple(pair for pair in refused_pairs() if pair.section in names)
 
 
-def refusal(section: BaseModel) -> str | None:
+def refusal(section: BaseModel) -> Mendable | None:
     """The first pair that the section has, with what is wrong; None where all keys go together."""
     for pair in pairs_of(type(section)):
         one, other = ([key for each in side for key in each.met_by(section)] for side in pair.sides)
         if one and other and all(each.met_by(section) for each in pair.where):
-            return f"{', '.join(one)} cannot go with {', '.join(other)}: {pair.reason}"
+            why = f"{', '.join(one)} cannot go with {', '.join(other)}: {pair.reason}"
+            return Mendable(why, {} if NAMED.search(pair.reason) else _settings(pair, section))
     return None
+
+
+def _settings(pair: RefusedPair, section: BaseModel) -> dict[str, list[Any]]:
+    """For `remedy`: defaults by which one side of the pair is no longer met, of the sides that one key meets."""
+    found: dict[str, list[Any]] = {}
+    for side in pair.sides:
+        met = [
+            (key, condition)
+            for condition in side
+            for key, value in _values(section, condition.key.split("."))
+            if condition.holds(value)
+        ]
+        if len(met) == 1:
+            [(key, condition)] = met
+            found[key] = [default for default in _default(section, key.split(".")) if not condition.holds(default)]
+    return found
+
+
+def _default(section: BaseModel, path: Sequence[str]) -> list[Any]:
+    """The default of a key, if the key has one that is no section."""
+    node: Any = section
+    for part in path[:-1]:
+        node = node[int(part)] if part.isdecimal() else getattr(node, part)
+    fields: Mapping[str, Any] = getattr(type(node), "model_fields", {})
+    found = [field for name, field in fields.items() if path[-1] in (name, field.alias) and not field.is_required()]
+    defaults = [field.get_default(call_default_factory=True) for field in found]
+    return [default for default in defaults if not isinstance(default, BaseModel | dict)]
 
 
 def _conditions(given: str | Sequence[str]) -> tuple[KeyCondition, ...]:

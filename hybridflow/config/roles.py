@@ -1,6 +1,7 @@
 """The models of a run and the engine: their sizes on ranks, their optimizers, their budgets."""
 
-from typing import Annotated, Literal, Self
+from math import gcd, lcm
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -21,7 +22,7 @@ from hybridflow.config.recompute import RecomputeKey
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import Section
 from hybridflow.config.vendor_arguments import EngineArguments, HfOverrides, MegatronArguments
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, Mendable, divisors, remedy
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
 
@@ -60,7 +61,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr = {self.min_lr} exceeds lr = {self.lr}")
+            raise Mendable(f"min_lr = {self.min_lr} exceeds lr = {self.lr}", {"min_lr": [self.lr], "lr": [self.min_lr]})
         return self
 
 
@@ -95,14 +96,16 @@ class LayoutConfig(Section):
         """Experts fill the tensor-parallel ranks of one replica, or of several."""
         tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
         if etp * ep % tp:
-            raise ValueError(
+            raise Mendable(
                 f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
-                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}"
+                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}",
+                {"expert_tensor_parallel_size": [tp // gcd(tp, ep)], "expert_parallel_size": [lcm(tp, etp) // etp]},
             )
         if etp * ep > tp > 1 and not self.sequence_parallel:
-            raise ValueError(
+            raise Mendable(
                 f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} exceeds tensor_parallel_size = "
-                f"{tp}: replicas then share experts, which needs sequence_parallel: true"
+                f"{tp}: replicas then share experts, which needs sequence_parallel",
+                {"sequence_parallel": [True]},
             )
         return self
 
@@ -130,14 +133,22 @@ class LayoutConfig(Section):
     def _check_copies(self, name: str, dense: int) -> None:
         """Raise ConfigError unless so many copies of the dense weights make up whole copies of the experts."""
         tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
-        replicas = self.dense_per_expert_copy
+        replicas, pp = self.dense_per_expert_copy, self.pipeline_parallel_size
         if dense % replicas:
             counted = "data-parallel replicas" if self.context_parallel_size == 1 else "copies of the model"
+            fewer = [size for size in divisors(ep) if self._copies_fit(size, dense)]
+            more = remedy({f"{name}.expert_parallel_size": fewer}, f"take a multiple of {replicas * tp * pp} ranks")
             raise ConfigError(
-                f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "
-                f"{ep} ranks, which are {replicas} replicas of tensor_parallel_size = {tp}: {replicas} does not divide "
-                f"{dense} {counted}: {dense} = {dense // replicas} x {replicas} + {dense % replicas}"
+                f"{name}: one copy of the experts takes expert_tensor_parallel_size x expert_parallel_size = {etp} x "
+                f"{ep} ranks, which are {replicas} {counted} with tensor_parallel_size = {tp}. There are {dense} "
+                f"{counted}, no multiple of {replicas}{more}"
             )
+
+    def _copies_fit(self, ep: int, dense: int) -> bool:
+        """Whether so many copies of the dense weights make up whole copies of experts that lie on `ep` times etp."""
+        tp, etp = self.tensor_parallel_size, self.expert_tensor_parallel_size
+        experts = expert_tensor_parallel(tp, ep, etp) * ep
+        return experts % tp == 0 and dense % (experts // tp) == 0
 
     def layout_on(self, ranks: tuple[int, ...]) -> Layout:
         """With as many replicas as they make."""
@@ -166,28 +177,39 @@ class RoleConfig(LayoutConfig):
     actor's model, else none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number format of weights and activations."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward pass on one replica, at most. Where it is not given, the longest sequence if that is longer
-    than the default. No less than the longest sequence."""
+    micro_batch_tokens: Annotated[
+        PositiveInt, BeforeValidator(lambda given: given, json_schema_input_type=PositiveInt | None)
+    ] = 16384
+    """Tokens of one forward pass on one replica, at most. null, as where it is not given: the default, or the longest
+    sequence if that is longer. No less than the longest sequence."""
     megatron_arguments: MegatronArguments = MegatronArguments()
     """More arguments of megatron-core's TransformerConfig: those that change speed or memory."""
     token_dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
     """How tokens reach experts that several replicas share. auto: alltoall. deepep needs the package deep_ep, bfloat16
     and whole experts; no run on GPUs has shown it so far."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_budget(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("micro_batch_tokens", 0) is None:
+            return {key: value for key, value in given.items() if key != "micro_batch_tokens"}
+        return given
+
     @model_validator(mode="after")
     def _check_dispatcher(self) -> Self:
         if self.token_dispatcher == "deepep":
             if self.dense_per_expert_copy == 1:
                 shared = self.tensor_parallel_size
-                raise ValueError(
+                raise Mendable(
                     "token_dispatcher = deepep needs experts that replicas share: expert_tensor_parallel_size x "
                     f"expert_parallel_size = {self.expert_tp} x {self.expert_parallel_size} is no more than "
-                    f"tensor_parallel_size = {shared}. Write auto, or raise expert_parallel_size"
+                    f"tensor_parallel_size = {shared}. Raise expert_parallel_size, or write auto",
+                    {"token_dispatcher": ["auto"]},
                 )
             if self.expert_tp > 1:
-                raise ValueError(
-                    f"token_dispatcher = deepep needs whole experts, expert_tensor_parallel_size is {self.expert_tp}"
+                raise Mendable(
+                    f"token_dispatcher = deepep needs whole experts, expert_tensor_parallel_size is {self.expert_tp}",
+                    {"expert_tensor_parallel_size": [1], "token_dispatcher": ["auto"]},
                 )
         return self
 

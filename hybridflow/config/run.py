@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -23,12 +22,12 @@ from pydantic_core import PydanticCustomError
 from hybridflow.config.best_metric import lower_is_better
 from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explanation
+from hybridflow.config.metrics import MetricsConfig, StopConfig
 from hybridflow.config.old_keys import with_new_names
-from hybridflow.config.rewards import EvalRewardKey
 from hybridflow.config.roles import RoleConfig, TrainedRoleConfig, replace_role
 from hybridflow.config.section import MOST_BYTES, PathText, Section, check_length
 from hybridflow.config.vendor_arguments import vendor_lines
-from hybridflow.errors import ConfigError, Reasons
+from hybridflow.errors import ConfigError, Mendable, Reasons, remedy
 from hybridflow.parallel.layout import Layout, PlatformName
 
 
@@ -40,96 +39,6 @@ class NonFiniteConfig(Section):
     """stop ends the run. skip leaves out the optimizer step and continues."""
     max_in_a_row: PositiveInt = 3
     """With action skip: iterations in a row that may lose a step before the run ends."""
-
-
-class WandbConfig(Section):
-    """Weights & Biases, in the package's extra `wandb`."""
-
-    project: str
-    """The W&B project that receives the metrics."""
-    entity: str | None = None
-    """The W&B user or team. null: the account's own."""
-    mode: Literal["online", "offline"] = "online"
-    """online sends metrics during the run. offline writes files into the run directory, for `wandb sync`."""
-
-
-class MlflowConfig(Section):
-    """MLflow, in the package's extra `mlflow`."""
-
-    experiment: str
-    """The MLflow experiment that receives the metrics."""
-    tracking_uri: str
-    """The address of the MLflow server, such as http://tracking:5000."""
-
-
-class ProfileConfig(Section):
-    """A trace of torch's profiler for each stage of some iterations, in traces/ of the run's directory."""
-
-    iterations: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-    """The iterations that are traced, from 1. A traced iteration takes longer."""
-    ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
-    """The ranks that are traced, from 0."""
-    python: bool = False
-    """Whether a trace has the calls of Python functions too, which makes the trace larger and the iteration slower."""
-
-    def why_not_within(self, num_iterations: int) -> str | None:
-        """What is wrong with the iterations of a run that has so many."""
-        last, less = max(self.iterations), f"the run has {num_iterations} iterations"
-        return f"metrics.profile.iterations has {last}: {less}" if last > num_iterations else None
-
-
-class MetricsConfig(Section):
-    csv: bool = True
-    """Whether the run writes metrics.csv in the run's directory."""
-    tensorboard: bool = True
-    """Whether the run writes TensorBoard files in the run's directory."""
-    wandb: WandbConfig | None = None
-    """Where Weights & Biases gets the metrics. null: nowhere."""
-    mlflow: MlflowConfig | None = None
-    """Where MLflow gets the metrics. null: nowhere."""
-    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The port where rank 0 serves the metrics of the last iteration as Prometheus text. null: none is served."""
-    prometheus_address: str = "127.0.0.1"
-    """The address of rank 0's host that prometheus_port is opened on. 0.0.0.0: all addresses."""
-    dump_batches: bool = False
-    """Whether the run writes every training batch to batches/, for a replay."""
-    eval_interval: NonNegativeInt = 0
-    """Iterations between evaluations on data.heldout. 0: no evaluation."""
-    eval_reward: EvalRewardKey | None = None
-    """The reward function whose score says what is right in eval/accuracy. A text names the function alone; a section
-    adds arguments. null: the weighted sum of data.environment, else of the functions in the section reward."""
-    eval_threshold: FiniteFloat = 1.0
-    """The least score that counts as right in eval/accuracy: of eval_reward, or of what judges without one."""
-    num_samples: NonNegativeInt = 4
-    """Responses per iteration in samples.jsonl. 0: none."""
-    num_groups: NonNegativeInt = 0
-    """Training prompts per iteration whose responses are all in samples.jsonl, beside num_samples. 0: none."""
-    profile: ProfileConfig | None = None
-    """Which iterations and ranks write a profiler's trace. null: none."""
-
-
-class StopConfig(Section):
-    """A run ends after the first iteration whose metric is so low or so high, before it has done all iterations."""
-
-    metric: str
-    """The metric that ends the run, such as eval/loss. Metrics of eval/ exist every metrics.eval_interval
-    iterations."""
-    at_most: float | None = None
-    """The run ends when the metric is this or lower. Give at_most or at_least, not both."""
-    at_least: float | None = None
-    """The run ends when the metric is this or higher. Give at_most or at_least, not both."""
-
-    def holds(self, value: float) -> bool:
-        """Whether a value of the metric is the end; never of one that is not a number."""
-        if self.at_most is not None:
-            return value <= self.at_most
-        assert self.at_least is not None, "one of the two is given"
-        return value >= self.at_least
-
-    def reason(self, value: float) -> str:
-        """Why the run stops, for a person."""
-        rule = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
-        return f"{self.metric} = {value:.6g} is {rule} (stop_when)"
 
 
 class CheckpointConfig(Section):
@@ -269,7 +178,8 @@ class RunConfig(Section):
     def _check_stop(self) -> Self:
         stop = self.stop_when
         if stop is not None and stop.metric.startswith("eval/") and not self.metrics.eval_interval:
-            raise ValueError(f"stop_when.metric = {stop.metric} needs metrics.eval_interval, which is 0")
+            why = f"stop_when.metric = {stop.metric} needs metrics.eval_interval, which is 0"
+            raise Mendable(why, {"metrics.eval_interval": [1], "stop_when": [None]})
         return self
 
     @property
@@ -278,6 +188,10 @@ class RunConfig(Section):
 
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""
+        raise NotImplementedError
+
+    def shortened(self, most: int) -> dict[str, list[Any]]:
+        """Settings, as of `remedy`, with which the longest sequence has `most` tokens."""
         raise NotImplementedError
 
     @property
@@ -322,9 +236,13 @@ class RunConfig(Section):
 
     def check_traced_ranks(self, world_size: int) -> None:
         """Errors: ConfigError where a trace is asked of a rank that is not there."""
-        last = max(self.metrics.profile.ranks) if self.metrics.profile is not None else 0
-        if last >= world_size:
-            raise ConfigError(f"metrics.profile.ranks has {last}: the run has the ranks 0 to {world_size - 1}")
+        ranks = self.metrics.profile.ranks if self.metrics.profile is not None else (0,)
+        if max(ranks) >= world_size:
+            there = [rank for rank in ranks if rank < world_size] or [0]
+            raise ConfigError(
+                f"metrics.profile.ranks has {max(ranks)}: the run has the ranks 0 to {world_size - 1}"
+                f"{remedy({'metrics.profile.ranks': [there]})}"
+            )
 
     def check_own_directory(self) -> None:
         """Errors: ConfigError for a model in the run's own directory, which a start moves away and the end replaces."""

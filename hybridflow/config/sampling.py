@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.section import Section
+from hybridflow.errors import Mendable
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -15,9 +16,10 @@ LEAST_TEMPERATURE = 0.01  # of vLLM 0.32.0: below, vLLM samples at this one, and
 
 def _sampled_at(temperature: float) -> float:
     if temperature < LEAST_TEMPERATURE:
-        raise ValueError(
+        raise Mendable(
             f"{temperature} is below {LEAST_TEMPERATURE}: vLLM would sample at {LEAST_TEMPERATURE}, and the trainer's "
-            "log-probs would be of another temperature"
+            "log-probs would be of another temperature",
+            {"": [LEAST_TEMPERATURE]},
         )
     return temperature
 
@@ -95,14 +97,16 @@ class SamplingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_response_length > self.max_response_length:
-            raise ValueError(
+            raise Mendable(
                 f"min_response_length = {self.min_response_length} exceeds "
-                f"max_response_length = {self.max_response_length}"
+                f"max_response_length = {self.max_response_length}",
+                {"min_response_length": [self.max_response_length], "max_response_length": [self.min_response_length]},
             )
         if self.mean_response_length > self.max_response_length:
-            raise ValueError(
+            raise Mendable(
                 f"expected_response_length = {self.mean_response_length} exceeds "
-                f"max_response_length = {self.max_response_length}"
+                f"max_response_length = {self.max_response_length}",
+                {"expected_response_length": [self.max_response_length, None]},
             )
         return self
 
@@ -151,7 +155,8 @@ class SamplingConfig(Section):
                     f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
                 )
             if bucket.up_to <= before:
-                raise ValueError(f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}")
+                why = f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}"
+                raise Mendable(why, {f"{name}.up_to": [before + 1]})
             if before >= max_prompt_length:
                 raise ValueError(
                     f"{name}.up_to = {bucket.up_to}: no prompt is in this bucket, the one before ends at {before} and "
@@ -159,18 +164,21 @@ class SamplingConfig(Section):
                 )
             self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
             if not may_vary and self.samples.varies and bucket.samples_per_prompt:
-                raise ValueError(
+                raise Mendable(
                     f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a custom flow may need equal numbers of "
-                    "responses. Leave the key out, or give all buckets the value of sampling.samples_per_prompt"
+                    "responses. Give all buckets the value of sampling.samples_per_prompt",
+                    {f"{name}.samples_per_prompt": [None]},
                 )
             before = bucket.up_to
 
     def _check_limit(self, name: str, limit: int | None) -> None:
         """The section's limit is the longest: positions, KV cache and budgets of tokens are made for it."""
         if limit is not None and limit > self.max_response_length:
-            raise ValueError(f"{name} = {limit} exceeds sampling.max_response_length = {self.max_response_length}")
+            why = f"{name} = {limit} exceeds sampling.max_response_length = {self.max_response_length}"
+            raise Mendable(why, {name: [self.max_response_length]})
         if limit is not None and limit < self.min_response_length:
-            raise ValueError(f"{name} = {limit} is below sampling.min_response_length = {self.min_response_length}")
+            why = f"{name} = {limit} is below sampling.min_response_length = {self.min_response_length}"
+            raise Mendable(why, {name: [self.min_response_length]})
 
     def changed_distribution(self) -> list[str]:
         """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.

@@ -21,7 +21,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
         if (wrong := refusal(self)) is not None:
-            raise ValueError(wrong)
+            raise wrong
         return self
 
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from hybridflow.config.algorithms import Algorithm
 from hybridflow.config.roles import RoleConfig, RolloutConfig
+from hybridflow.errors import Mendable
 from hybridflow.parallel.ranks import shown
 
 
@@ -41,10 +42,11 @@ def check_staleness(config: StaleConfig) -> None:
     if rollout.max_staleness and partial is None:
         _check_ranks(config, f"rollout.max_staleness = {rollout.max_staleness}")
     if partial is not None and partial.oversample - 1 > rollout.max_staleness:
-        raise ValueError(
+        raise Mendable(
             f"rollout.partial.oversample = {partial.oversample:g}: more responses go on than later iterations train on "
             "before the responses are older than "
-            f"rollout.max_staleness = {rollout.max_staleness}: oversample is 1 + max_staleness at most"
+            f"rollout.max_staleness = {rollout.max_staleness}: oversample is 1 + max_staleness at most",
+            {"rollout.partial.oversample": [1 + rollout.max_staleness]},
         )
 
 
@@ -86,14 +88,17 @@ def _check_ranks(config: StaleConfig, key: str) -> None:
     """The engine has ranks of its own: others train while it generates."""
     engine = config.rollout.ranks or ()
     if 0 in engine:
-        raise ValueError(
-            f"{key}: rollout.ranks = {shown(engine)} has rank 0, which trains and writes the run's directory"
+        raise Mendable(
+            f"{key}: rollout.ranks = {shown(engine)} has rank 0, which trains and writes the run's directory",
+            {"rollout.ranks": [shown(engine[1:])]} if engine[1:] else {},
         )
     for name, role in config.roles().items():
         own = role.ranks or ()
         shared = sorted(set(own) & set(engine))
         if shared:
-            raise ValueError(
+            apart = {f"{name}.ranks": set(own) - set(engine), "rollout.ranks": set(engine) - set(own)}
+            raise Mendable(
                 f"{key}: {name}.ranks = {shown(own)} and rollout.ranks = {shown(engine)} share {shown(shared)}, "
-                "but the engine generates while models train"
+                "but the engine generates while models train",
+                {key: [shown(sorted(ranks))] for key, ranks in apart.items() if ranks},
             )

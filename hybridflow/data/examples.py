@@ -166,7 +166,7 @@ class _Encoder:
         if len(ids) > self.max_length:
             return OverlongError(
                 f"{where}: the example has {len(ids)} tokens, more than data.max_length = {self.max_length}; "
-                f"data.overlong: drop leaves such examples out",
+                f"data.overlong=drop leaves such examples out, or set data.max_length={len(ids)}",
                 len(ids),
             )
         for token_id in (max(ids), min(ids)):

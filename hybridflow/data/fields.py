@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.data.rows import Row, RowError
+from hybridflow.errors import remedy
 
 TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns that enter the chat template
 RENDERED = (TOOLS, KWARGS)
@@ -27,7 +28,9 @@ def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
         value = _found(row, path, f"data.columns.{name}")
         if name in fields and path.partition(".")[0] != name:
             raise RowError(
-                f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own", "two of a name"
+                f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own"
+                f"{remedy({f'data.columns.{name}': [name]})}",
+                "two of a name",
             )
         fields[name] = value
     verl = fields.get("reward_model")

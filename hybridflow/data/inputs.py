@@ -27,7 +27,7 @@ from hybridflow.data.sources import Files, open_files
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import prompt_summary
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.specs import check_row, pool_specs
 
@@ -244,9 +244,11 @@ def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -
     for key, ids in named.items():
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
+                others = [each for each in ids if 0 <= each < vocab_size]
+                fitting = others if key == "stop_token_ids" or (others and key == "allowed_token_ids") else None
                 raise ConfigError(
                     f"sampling.{key} names the token id {token_id}, but {model} has the ids from 0 to vocab_size - 1 = "
-                    f"{vocab_size - 1}"
+                    f"{vocab_size - 1}{remedy({f'sampling.{key}': [fitting]})}"
                 )
 
 

@@ -59,7 +59,7 @@ def as_user(text: str, field: str, template: ChatTemplate) -> Message:
     if special is not None:
         raise RowError(
             f"{field} = {shown(text)} holds {special!r}, as a text has that a chat template has rendered already: such "
-            "texts take data.chat_template: false",
+            "texts take data.chat_template=false",
             "rendered already",
         )
     if text.lstrip().startswith("[") and _is_json_list(text):

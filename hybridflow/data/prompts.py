@@ -313,7 +313,8 @@ class _Encoder:
         if len(ids) > self.max_length:
             return OverlongError(
                 f"{text.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = "
-                f"{self.max_length}; data.overlong_prompts: drop leaves such prompts out",
+                f"{self.max_length}; data.overlong_prompts=drop leaves such prompts out, or set data.max_prompt_length="
+                f"{len(ids)}",
                 len(ids),
             )
         largest = max(ids)

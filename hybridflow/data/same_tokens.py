@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hybridflow.config import RunConfig
 from hybridflow.config.roles import RewardModelConfig
 from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer, tokenizer_digest, unlike_its_file
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,11 +63,11 @@ def check_same_tokens(name: str, model: Path, actor: Path, *, of: str = "actor")
     if wrong:
         index, token = min(wrong)
         theirs = f"{found[token]} in" if token in found else "unknown to"
-        more = f", or give {name}.reencode: true" if name.startswith("reward.models.") else ""
+        settings = {f"{name}.reencode": [True]} if name.startswith("reward.models.") else {f"{name}.model": [actor]}
         raise ConfigError(
             f"{name}.model = {model}: the tokenizer differs from the {of}'s. {token!r}, token {index} of {actor}, is "
             f"{theirs} this tokenizer ({len(wrong)} of {len(wanted)} differ). All models of a run read the {of}'s "
-            f"token ids: take a model with the same tokenizer{more}"
+            f"token ids: take a model with the same tokenizer{remedy(settings)}"
         )
     return None
 

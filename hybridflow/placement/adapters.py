@@ -9,7 +9,7 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import layer_weights
 from hybridflow.config.files import as_flow
 from hybridflow.config.lora import ALPHA, RANK, LoraConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 
 
 def read_lora(key: str, config: LoraConfig, spec: ModelSpec, seed: int) -> Lora:
@@ -34,7 +34,8 @@ def _of_directory(key: str, config: LoraConfig, path: Path, spec: ModelSpec) -> 
         mine, theirs = getattr(config, field), getattr(found, field)
         if mine is not None and mine != theirs:
             raise ConfigError(
-                f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}. Leave {key}.{field} out"
+                f"{key}.{field} = {mine}: the adapters of {name} = {path} have {theirs}"
+                f"{remedy({f'{key}.{field}': [None, theirs]})}"
             )
     _check_overrides(f"{key.removesuffix('.lora')}.hf_overrides", name, path, spec)
     return found
@@ -48,7 +49,7 @@ def _check_overrides(key: str, name: str, path: Path, spec: ModelSpec) -> None:
     if (trained.max_positions, trained.rope) != (spec.max_positions, spec.rope):
         raise ConfigError(
             f"{key} = {as_flow(spec.overrides)}: the adapters of {name} = {path} were trained with "
-            f"{as_flow(recorded)}. Write {key}: {as_flow(recorded)}, or merge the adapters by `hybridflow convert` "
+            f"{as_flow(recorded)}. Set {key}={as_flow(recorded)}, or merge the adapters by `hybridflow convert` "
             "and train the merged model"
         )
 
@@ -60,12 +61,15 @@ def _check_names(key: str, lora: Lora, spec: ModelSpec) -> None:
         for name in given:
             if not any(names(name, module) for module in known):
                 short = dict.fromkeys(module.rsplit(".", 1)[1] for module in known)
+                there = [each for each in given if any(names(each, module) for module in known)]
+                fitting = there or (ALL_LINEAR if field == "target_modules" else [])
                 raise ConfigError(
                     f"{key}.{field}: {name} names no linear layer of {spec.path} that can have an adapter; these can: "
-                    f"{', '.join(short)}"
+                    f"{', '.join(short)}{remedy({f'{key}.{field}': [fitting]})}"
                 )
     if not any(map(lora.adapts, known)):
-        raise ConfigError(f"{key}.exclude_modules = {list(lora.excluded)} leaves no linear layer with an adapter")
+        why = f"{key}.exclude_modules = {list(lora.excluded)} leaves no linear layer with an adapter"
+        raise ConfigError(f"{why}{remedy({f'{key}.exclude_modules': [[]]})}")
 
 
 def linear_layers(spec: ModelSpec) -> list[str]:

@@ -3,7 +3,7 @@
 from hybridflow.architecture.mixers.known import mixer_shares
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import RoleConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, divisors, remedy
 from hybridflow.parallel.layout import Layout
 
 
@@ -16,6 +16,7 @@ def check_context(name: str, config: RoleConfig, spec: ModelSpec, *, cuda: bool)
     if cuda and config.dtype == "float32":
         raise ConfigError(
             f"{given} needs dtype = bfloat16 on GPUs, it is float32: torch's attention in float32 tells no log-sum-exps"
+            f"{remedy({f'{name}.dtype': ['bfloat16'], f'{name}.context_parallel_size': [1]})}"
         )
     tp = config.tensor_parallel_size
     for mixer in mixer_shares(spec):
@@ -23,7 +24,7 @@ def check_context(name: str, config: RoleConfig, spec: ModelSpec, *, cuda: bool)
         if heads is not None and heads % ranks:
             raise ConfigError(
                 f"{given}: {spec.path} has {mixer.title}, of whose {heads} key heads on a tensor-parallel "
-                f"rank each takes an equal share. Write a divisor of {heads}"
+                f"rank each takes an equal share{remedy({f'{name}.context_parallel_size': divisors(heads)})}"
             )
 
 

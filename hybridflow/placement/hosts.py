@@ -8,10 +8,11 @@ print(placement_lines(placed, hosts))
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from hybridflow.config.kinds import AnyConfig
-from hybridflow.errors import ConfigError, Reasons
+from hybridflow.errors import ConfigError, Reasons, remedy
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.placed import PlacedModels, PlacedRun, place
@@ -52,10 +53,12 @@ def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
         for group in groups:
             met = list(dict.fromkeys(of[rank] for rank in group))
             if len(met) > 1:
+                size = gcd(len(group), *(len(host.ranks) for host in hosts))
+                settings: dict[str, list[Any]] = {key.split()[0]: [size], "tensor_parallel_across_hosts": [True]}
                 reasons.lines.append(
                     f"{key} = {len(group)}: ranks {shown(group)} lie on {' and '.join(met)} "
                     f"({', '.join(f'{host.name} has {shown(host.ranks)}' for host in hosts if host.name in met)}): a "
-                    f"tensor-parallel group stays on one host, unless tensor_parallel_across_hosts is true"
+                    f"tensor-parallel group stays on one host{remedy(settings)}"
                 )
                 break  # one group of a role tells enough
     reasons.refuse()

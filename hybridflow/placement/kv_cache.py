@@ -17,7 +17,7 @@ from hybridflow.architecture.mixers.known import cache_kind, mixer_shares
 from hybridflow.architecture.mixers.mixer import CacheKind
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.placement.footprint import ITEM_BYTES
 
@@ -69,7 +69,8 @@ def cache_blocks(
         counts = {_counts(spec, stage, "state") for stage in stages}
         raise ConfigError(
             f"rollout.pipeline_parallel_size = {len(stages)}: the stages of {spec.path} would have {sorted(counts)} "
-            f"layers of attention and {mixer.title}; each must have as many of both as every other. Write fewer stages"
+            f"layers of attention and {mixer.title}; each must have as many of both as every other"
+            f"{remedy({'rollout.pipeline_parallel_size': [1]})}"
         )
     attention, states = shares
     group = _layers_of_group(attention, states)
@@ -164,8 +165,8 @@ def size_kv_cache(
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
             f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of "
             f"{_words(spec, blocks, stages, rollout, itemsize)} = {needed:,} bytes. "
-            f"rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
-            "without the key the batch and the free memory decide"
+            f"rollout.kv_cache_gib={enough} holds {some} of the longest at a time, rollout.kv_cache_gib="
+            f"{gib_of(needed)} one; with rollout.kv_cache_gib=null the batch and the free memory decide"
         )
     return KVCacheSize(given, needed, blocks, True, own_blocks)
 

@@ -10,10 +10,10 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import lcm
 from pathlib import Path
 from typing import overload
 
+from hybridflow.architecture.sharing import check_expert_shares, check_experts, check_parallel
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
 from hybridflow.config import (
     ExperimentConfig,
@@ -23,7 +23,7 @@ from hybridflow.config import (
     TrainedRoleConfig,
 )
 from hybridflow.config.kinds import AnyConfig
-from hybridflow.errors import CheckpointError, ConfigError, Reasons
+from hybridflow.errors import CheckpointError, ConfigError, Reasons, remedy
 from hybridflow.formats.block_fp8 import READ_AS_BFLOAT16
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
@@ -31,6 +31,7 @@ from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement.adapters import read_lora
 from hybridflow.placement.context_parallel import check_context
 from hybridflow.placement.kv_cache import KVCacheSize, size_kv_cache
+from hybridflow.placement.pipeline import check_layers
 from hybridflow.placement.recomputation import check_recompute
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -239,7 +240,8 @@ def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     for name, spec in specs.items():
         reasons.collect(_check_head, name, spec)
         overriding = config.overriding_role(name)
-        reasons.collect(spec.check_length, config.max_sequence_length, config.length_keys, overriding)
+        length = config.max_sequence_length, config.length_keys, overriding, config.shortened
+        reasons.collect(spec.check_length, *length)
         if "actor" in specs and not reencodes(config, name):
             reasons.collect(spec.check_vocabulary, name, specs["actor"])
     if config.algorithm.kl.resets and {"actor", "reference"} <= specs.keys():
@@ -251,16 +253,17 @@ def check_models(config: AnyConfig, reasons: Reasons) -> dict[str, ModelSpec]:
 
 def _check_cuts(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons, *, cuda: bool) -> None:
     """Whether the model can be cut as its role says, on however many ranks."""
-    reasons.collect(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
-    reasons.collect(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
+    reasons.collect(check_parallel, spec, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.collect(check_experts, spec, f"{name}.expert_parallel_size", config.expert_parallel_size)
     etp, key = config.expert_tensor_parallel_size, f"{name}.expert_tensor_parallel_size"
+    setting, times = key, 1
     if etp is None:
-        shared = " / expert_parallel_size" if config.expert_parallel_size > 1 else ""
-        key = f"{name}.tensor_parallel_size{shared}"
+        setting, times = f"{name}.tensor_parallel_size", config.expert_parallel_size
+        key = setting + (" / expert_parallel_size" if times > 1 else "")
     elif not spec.num_experts:
-        reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
-    reasons.collect(spec.check_expert_shares, key, config.expert_tp)
-    reasons.collect(_check_layers, name, config, spec)
+        reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts{remedy({key: [None]})}")
+    reasons.collect(check_expert_shares, spec, key, config.expert_tp, setting=setting, times=times)
+    reasons.collect(check_layers, name, config, spec)
     reasons.collect(check_context, name, config, spec, cuda=cuda)
     if isinstance(config, TrainedRoleConfig):
         reasons.collect(check_recompute, f"{name}.recompute", config.recompute, spec)
@@ -271,7 +274,7 @@ def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
     if replace(reference, path=actor.path) != actor.base or reference.rope != actor.rope:
         raise ConfigError(
             f"algorithm.kl.reset_reference_interval: reference.model = {reference.path} must have the sizes of "
-            f"actor.model = {actor.path}, whose weights it takes"
+            f"actor.model = {actor.path}, whose weights it takes{remedy({'reference.model': [actor.path]})}"
         )
 
 
@@ -283,25 +286,6 @@ def _check_head(name: str, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}"
         )
-
-
-def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    copies = lcm(config.dense_per_expert_copy, config.context_parallel_size)
-    num_ranks = copies * config.tensor_parallel_size * config.pipeline_parallel_size
-    try:
-        config.layout_on(tuple(range(num_ranks))).stages(spec.num_layers)
-    except ValueError as error:
-        keys = {
-            "pipeline_parallel_size": None,  # always given
-            "virtual_pipeline_parallel_size": 1,
-            "num_layers_in_first_pipeline_stage": None,
-            "num_layers_in_last_pipeline_stage": None,
-        }
-        given = [f"{name}.{key} = {getattr(config, key)}" for key in keys if getattr(config, key) != keys[key]]
-        raise ConfigError(
-            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
-        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ the engine
@@ -324,12 +308,18 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     """Whether the engine can cut the actor's model; with the actor's own size that is said of the actor."""
     if config.rollout.tensor_parallel_size is not None:
         key = "rollout.tensor_parallel_size"
-        reasons.collect(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+        reasons.collect(check_parallel, actor, key, config.rollout.tensor_parallel_size)
     tp = config.rollout_tensor_parallel_size
     if config.rollout_expert_parallel:
-        reasons.collect(actor.check_experts, "rollout.tensor_parallel_size with rollout.enable_expert_parallel", tp)
+        key = "rollout.tensor_parallel_size"
+        told = f"{key} with rollout.enable_expert_parallel"
+        if actor.num_experts or tp == 1:
+            reasons.collect(check_experts, actor, told, tp, key)
+        elif config.rollout.enable_expert_parallel:  # by default as the actor, of which it is said
+            more = remedy({"rollout.enable_expert_parallel": [False]})
+            reasons.lines.append(f"{told} = {tp}: {actor.path} has no experts{more}")
     else:
-        reasons.collect(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
+        reasons.collect(check_expert_shares, actor, "rollout.tensor_parallel_size", tp)
     reasons.collect(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
 
 
@@ -338,7 +328,7 @@ def _check_routing(config: ExperimentConfig, actor: ModelSpec) -> None:
         found = f"num_experts_per_tok = {actor.experts_per_token}" if actor.num_experts else "no experts"
         raise ConfigError(
             f"algorithm.policy.replay_routing = true needs a mixture of experts that chooses at least 2 for a token: "
-            f"actor.model = {actor.path} has {found}"
+            f"actor.model = {actor.path} has {found}{remedy({'algorithm.policy.replay_routing': [False]})}"
         )
 
 
@@ -346,7 +336,7 @@ def _place_engine(
     config: ExperimentConfig, actor: ModelSpec, train: Layout, world_size: int
 ) -> tuple[RolloutLayout, Stages]:
     """Which ranks generate together, and the layers of each engine stage."""
-    _check_layers("actor", config.actor, actor)  # the engine is cut where training is
+    check_layers("actor", config.actor, actor)  # the engine is cut where training is
     tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
     ranks = config.rollout_ranks(world_size)
     whole = config.rollout_expert_parallel

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config.recompute import MODULES, OF_MIXTURE, Module, Recompute, modules_of, shown
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 
 WITHOUT: Mapping[str, str] = {
     "layernorm": "no norms in front of attention and MLP",
@@ -35,9 +35,10 @@ def check_recompute(key: str, recompute: Recompute, spec: ModelSpec) -> None:
     known = modules_in(spec)
     for module in recompute:
         if module not in known:
+            there = [each for each in recompute if each in known]
             raise ConfigError(
                 f"{key} = {shown(recompute)}: {spec.path} has {WITHOUT[module]}, so that {module} means nothing; its "
-                f"modules are {', '.join(known)}"
+                f"modules are {', '.join(known)}{remedy({key: [there or 'none']})}"
             )
 
 

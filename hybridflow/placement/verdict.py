@@ -58,7 +58,7 @@ def verdict(run: PlacedModels, room: int) -> Verdict:
     alone = _first_of_each(change for change in _changes(run, found) if _fits(run, (change,), room))
     if alone:
         return replace(found, alone=alone[:MOST_TOLD])
-    layouts = [(), *_wider(run, found)]
+    layouts = [(), *_spread(run, found), *_wider(run, found)]
     for doublings in range(MOST_DOUBLINGS + 1):
         ranks = run.world_size << doublings
         for layout in layouts if not doublings or ranks <= MOST_RANKS else ():
@@ -68,6 +68,21 @@ def verdict(run: PlacedModels, room: int) -> Verdict:
                 needed = _least(run, needed, room, world_size=ranks)
                 return replace(found, together=needed, ranks=ranks if doublings else None)
     return found
+
+
+def _spread(run: PlacedModels, found: Verdict) -> Iterator[tuple[Change, ...]]:
+    """The mixtures of the fullest rank with experts on twice as many ranks, four times, and so on."""
+    models = [run.models[name] for name in found.fullest.roles if name in run.models]
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        changes: list[Change] = []
+        for model in models:
+            experts, size = model.spec.num_experts, model.config.expert_parallel_size << doublings
+            if experts and experts % size == 0 and size <= len(model.layout.ranks):
+                changes.append((f"{model.name}.expert_parallel_size", size))
+                if model.config.tensor_parallel_size > 1:  # replicas that share experts need it
+                    changes.append((f"{model.name}.sequence_parallel", True))
+        if changes:
+            yield tuple(changes)
 
 
 def _wider(run: PlacedModels, found: Verdict) -> Iterator[tuple[Change, ...]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.profiler import profile, supported_activities
 
-from hybridflow.config.run import ProfileConfig
+from hybridflow.config.metrics import ProfileConfig
 from hybridflow.recording.run_dir import writing
 
 Trace = Callable[[int, str], AbstractContextManager[None]]  # of (iteration, stage)

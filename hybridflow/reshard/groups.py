@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from hybridflow.config.ranks import check_engine_sizes
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, Stages, TrainingCoordinates
 
 
@@ -46,6 +46,7 @@ def check_engine_stages(num_layers: int, pp: int) -> None:
     if num_layers < pp:
         raise ConfigError(
             f"rollout.pipeline_parallel_size = {pp} exceeds num_hidden_layers = {num_layers}: a stage needs a layer"
+            f"{remedy({'rollout.pipeline_parallel_size': [num_layers]})}"
         )
 
 

@@ -13,7 +13,7 @@ import os
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import SamplingConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, remedy
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # what V2's tables hold of a request (v1/worker/gpu/sample/logit_bias.py); end tokens of the model are stops as well
@@ -102,4 +102,5 @@ def _check_latent(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
     if cuda and dtype == "float32":
         raise ConfigError(
             f"actor.dtype = float32: vLLM's latent attention on GPUs, which {spec.path} needs, knows 16 bits alone"
+            f"{remedy({'actor.dtype': ['bfloat16']})}"
         )

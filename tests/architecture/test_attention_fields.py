@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from hybridflow.architecture.rope import QueryGrowth
+from hybridflow.architecture.sharing import check_parallel
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.rollout.language_model import LanguageModel
@@ -108,9 +109,9 @@ def test_growth_of_queries_goes_to_the_engine_under_its_name(tmp_path: Path) -> 
 
 def test_ranks_cannot_share_a_norm_over_all_heads_further_than_its_heads(tmp_path: Path) -> None:
     spec = read(tmp_path, OTHERS["olmo3"], num_key_value_heads=2)
-    spec.check_parallel("actor.tensor_parallel_size", 2)
+    check_parallel(spec, "actor.tensor_parallel_size", 2)
     with pytest.raises(ConfigError, match=r"actor\.tensor_parallel_size = 4 exceeds num_key_value_heads = 2"):
-        spec.check_parallel("actor.tensor_parallel_size", 4)
+        check_parallel(spec, "actor.tensor_parallel_size", 4)
 
 
 @pytest.mark.parametrize(

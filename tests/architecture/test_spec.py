@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from hybridflow.architecture.layer_kinds import RouterSizes
+from hybridflow.architecture.sharing import check_expert_shares, check_experts, check_parallel
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
 from tests.messages import like
@@ -311,14 +312,14 @@ def test_an_unsupported_model(changes: dict[str, Any], message: str, tmp_path: P
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_check_parallel_passes_where_everything_divides(tp: int) -> None:
-    expected_spec(Path("x")).check_parallel("actor.tensor_parallel_size", tp)
+    check_parallel(expected_spec(Path("x")), "actor.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
     spec = expected_spec(Path("x"), num_heads=8, num_kv_heads=num_kv_heads)
     for tp in (1, 2, 4, 8):
-        spec.check_parallel("actor.tensor_parallel_size", tp)
+        check_parallel(spec, "actor.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize(
@@ -328,63 +329,63 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
             {},
             4,
             "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: "
-            "6 = 1 x 4 + 2. Divisors below 4 are 1, 2, 3",
+            "6 = 1 x 4 + 2. Set actor.tensor_parallel_size=1 or 2",
         ),
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
             "actor.tensor_parallel_size = 3 must divide num_key_value_heads = 2 of a/b or be a multiple of that "
-            "number: 3 = 1 x 2 + 1",
+            "number: 3 = 1 x 2 + 1. Set actor.tensor_parallel_size=1 or 2",
         ),
         (  # 3 ranks share each group
             {"num_heads": 12, "num_kv_heads": 2, "ffn_hidden_size": 96, "vocab_size": 192},
             6,
             "actor.tensor_parallel_size = 6 does not divide the 128 rows of queries, keys and values of a/b: "
-            "128 = 21 x 6 + 2",
+            "128 = 21 x 6 + 2. Set actor.tensor_parallel_size=1, 2 or 4",
         ),
         (
             {"num_heads": 12, "num_kv_heads": 6},
             4,
             "actor.tensor_parallel_size = 4 must divide num_key_value_heads = 6 of a/b or be a multiple of that "
-            "number: 6 = 1 x 4 + 2",
+            "number: 6 = 1 x 4 + 2. Set actor.tensor_parallel_size=1 or 2",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9},
             3,
-            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1. Divisors "
-            "below 3 are 1, 2",
+            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1. Set "
+            "actor.tensor_parallel_size=1",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9, "ffn_hidden_size": 42},
             3,
-            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2. Divisors "
-            "below 3 are 1, 2",
+            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2. Set "
+            "actor.tensor_parallel_size=1",
         ),
         (
             {"num_experts": 4, "family": "qwen3_moe"},
             2,
             "actor.tensor_parallel_size = 2 leaves each expert 20 of moe_intermediate_size of a/b, no multiple of 8, "
-            "as torch's grouped product needs it",
+            "as torch's grouped product needs it. Set actor.tensor_parallel_size=1",
         ),
     ],
 )
 def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, message: str) -> None:
     spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
     with pytest.raises(ConfigError) as caught:
-        spec.check_parallel("actor.tensor_parallel_size", tp)
-        spec.check_expert_shares("actor.tensor_parallel_size", tp)
+        check_parallel(spec, "actor.tensor_parallel_size", tp)
+        check_expert_shares(spec, "actor.tensor_parallel_size", tp)
     assert str(caught.value) == message
 
 
 def test_experts_that_ranks_cannot_share_out_show_the_arithmetic() -> None:
     spec = dataclasses.replace(expected_spec(Path("a/b")), num_experts=6, family="qwen3_moe")
-    spec.check_experts("actor.expert_parallel_size", 3)
+    check_experts(spec, "actor.expert_parallel_size", 3)
     with pytest.raises(ConfigError, match=r"expert_parallel_size = 4 does not divide the number of experts = 6 of a/b"):
-        spec.check_experts("actor.expert_parallel_size", 4)
+        check_experts(spec, "actor.expert_parallel_size", 4)
     dense = expected_spec(Path("a/b"))
-    dense.check_experts("actor.expert_parallel_size", 1)
+    check_experts(dense, "actor.expert_parallel_size", 1)
     with pytest.raises(ConfigError, match=r"actor\.expert_parallel_size = 2: a/b has no experts"):
-        dense.check_experts("actor.expert_parallel_size", 2)
+        check_experts(dense, "actor.expert_parallel_size", 2)
 
 
 def test_check_length() -> None:
@@ -395,13 +396,12 @@ def test_check_length() -> None:
     assert str(caught.value) == (
         like(
             "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b. "
-            "Shorten the rows, or set actor.hf_overrides.max_position_embeddings: 101, and rope_parameters there as "
-            "the model's card says"
+            "Set actor.hf_overrides.max_position_embeddings=101, with rope_parameters there as the model's card says"
         )
     )
     learned = expected_spec(Path("a/b"), family="opt")
-    with pytest.raises(ConfigError, match=r"exceeds max_position_embeddings = 100 of a/b\. Shorten the rows$"):
-        learned.check_length(101)
+    with pytest.raises(ConfigError, match=r"exceeds max_position_embeddings = 100 of a/b\. Set data\.max_length=100$"):
+        learned.check_length(101, shortened=lambda most: {"data.max_length": [most]})
 
 
 @pytest.mark.parametrize(

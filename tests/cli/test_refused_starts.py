@@ -15,14 +15,17 @@ from safetensors.torch import load_file, save_file
 import hybridflow.cli.refusals as refusals
 import hybridflow.data.inputs as of_inputs
 from hybridflow.architecture.spec import read_spec
-from hybridflow.cli.refusals import check_here
-from hybridflow.config import ExperimentConfig
+from hybridflow.cli import plan
+from hybridflow.cli.files_of_tree import read_config
+from hybridflow.cli.refusals import check_for_hosts, check_here
+from hybridflow.config import ExperimentConfig, read_value, set_key
 from hybridflow.config.kinds import AnyConfig, config_class
 from hybridflow.data.fixed_inputs import load_fixed_inputs
 from hybridflow.data.inputs import load_inputs
-from hybridflow.errors import ConfigError, UserError
+from hybridflow.errors import ConfigError, Reasons, UserError
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT
+from tests.remedies import keys_of, refusal_of, told
 
 CHAT = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role[0] }}{{ m.content }}{% endif %}{% endfor %}="
 USER, TOOL = ({"role": role, "content": "1"} for role in ("user", "tool"))
@@ -141,6 +144,43 @@ def test_what_the_ranks_refuse_is_refused_before(name: str, inputs: Path, tmp_pa
     assert where in str(of_plan.value) and len(str(of_plan.value).splitlines()) == 1, (of_ranks.value, of_plan.value)
 
 
+# whose remedy is no value of a key -> what it is
+OTHERWISE = {
+    **dict.fromkeys(("no object", "not UTF-8", "not JSON", "empty", "wrong type", "no character"), "another row"),
+    **dict.fromkeys(("unknown token", "no assistant", "empty answer", "a label that is none"), "another row"),
+    **dict.fromkeys(("other columns", "no chosen", "no prompt of pairs", "nothing to score by"), "other rows"),
+    "one row of kto": "more rows",
+    **dict.fromkeys(("no template", "no template of pairs", "not rendered", "tools"), "another chat template"),
+    "no tokenizer": "the tokenizer's files",
+    "end token": "another generation_config.json",
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_a_refusal_tells_to_set_gets_past_it(name: str, inputs: Path, tmp_path: Path) -> None:
+    config = config_of(STARTS[name], inputs, tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        check_here(config, 2)
+    ways = list(told(str(raised.value)))
+    assert bool(ways) != (name in OTHERWISE), raised.value
+    for settings in ways:
+        tree = config.model_dump(mode="json")
+        for key, setting in zip(keys_of(settings), settings, strict=True):
+            set_key(tree, key.split("."), read_value(setting.partition("=")[2], key), key)
+        after = Reasons()
+        after.collect(check_here, config_class(tree).from_tree(tree, "config.yaml"), 2)
+        assert refusal_of(str(raised.value)) not in map(refusal_of, after.lines), (settings, after.lines)
+
+
+def test_rows_of_which_some_can_be_used_may_be_left_out(inputs: Path, tmp_path: Path) -> None:
+    config = config_of(Start((ASKED, {"question": "1"})), inputs, tmp_path)
+    with pytest.raises(ConfigError, match=r"line 2: .*data\.bad_rows=drop$"):
+        check_here(config, 2)
+    tree = config.model_dump(mode="json")
+    tree["data"]["bad_rows"] = "drop"
+    check_here(config_class(tree).from_tree(tree, "config.yaml"), 2)
+
+
 def test_every_reason_against_a_row_has_a_start() -> None:
     calls = [
         node
@@ -200,3 +240,63 @@ def test_a_large_train_file_is_not_opened_for_each_held_out_set(
 def _noted(opened: list[str], opens: Callable[..., Any], files: Any, key: str) -> Any:
     opened.append(key)
     return opens(files, key)
+
+
+def test_positions_are_told_with_the_budget_that_is_too_small(inputs: Path, tmp_path: Path) -> None:
+    tree = config_of(Start(), inputs, tmp_path).model_dump(mode="json")
+    tree["sampling"]["max_response_length"] = 200
+    tree["critic"]["micro_batch_tokens"] = 100
+    with pytest.raises(ConfigError) as raised:
+        read_config(tree, "config.yaml")
+    budget, *lengths = str(raised.value).splitlines()
+    assert budget.startswith("config.yaml: actor.micro_batch_tokens = ") or "critic.micro_batch_tokens = 100" in budget
+    keys = "data.max_prompt_length + sampling.max_response_length = 212 exceeds max_position_embeddings = 128 of "
+    models = [tmp_path / "inputs" / name for name in ("policy", "critic", "reference", "reward")]
+    assert [line.partition(". Set ")[0] for line in lengths] == [f"{keys}{model}" for model in models]
+
+
+# ------------------------------------------------------------------------------------------------ plan --hosts
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_plan_of_hosts_reads_what_is_on_this_machine(name: str, inputs: Path, tmp_path: Path) -> None:
+    """It refuses what the plan without hosts refuses; a tokenizer that is not here may be on the hosts."""
+    config = config_of(STARTS[name], inputs, tmp_path)
+    if name == "no tokenizer":
+        assert check_for_hosts(config) == [
+            f"not on this machine, and not read: the tokenizer of actor.model = {config.trained.model}; the hosts must "
+            "have it"
+        ]
+        return
+    with pytest.raises(ConfigError) as of_plan:
+        check_here(config, 2)
+    with pytest.raises(ConfigError) as of_hosts:
+        check_for_hosts(config)
+    assert str(of_hosts.value) == str(of_plan.value)
+
+
+def test_what_only_the_hosts_have_is_no_error(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(Start(({"prompt": ""},), data={"heldout": "elsewhere/held.jsonl"}), inputs, tmp_path)
+    arguments = [str(tmp_path / "config.yaml"), "--hosts", "a=2,b=2"]
+    tree = config.model_dump(mode="json")
+    tree["algorithm"]["update"]["mini_batch_size"] = 4
+
+    def planned(**sections: Any) -> tuple[int, str, str]:
+        (tmp_path / "config.yaml").write_text(json.dumps({**tree, **sections}))
+        return plan.main(arguments), *capsys.readouterr()
+
+    status, _, refused = planned()
+    assert status == 1 and "rows.jsonl, line 1: prompt = '' is empty" in refused
+    status, text, _ = planned(data={**tree["data"], "train": "elsewhere/*.jsonl"})
+    for key in ("data.train = elsewhere/*.jsonl", "data.heldout = elsewhere/held.jsonl"):
+        assert f"\nnot on this machine, and not read: {key}; the hosts must have it\n" in text
+    assert status == 0
+    (Path(config.trained.model) / "model.safetensors").unlink()
+    code = {"functions": [{"function": "no_such_package.of_hosts:score"}]}
+    status, text, _ = planned(reward={**tree["reward"], **code})
+    lack = "\nnot on this machine, and not read"
+    assert status == 0 and f"{lack}: the weights of actor.model = {config.trained.model}; the hosts" in text
+    rows = "nor were the rows of data.train, data.heldout, which it reads"
+    assert f"{lack}, {rows}: reward.functions.0.function = no_such_package.of_hosts:score; the hosts must" in text

@@ -64,7 +64,10 @@ def test_the_ground_truth_of_verl_has_its_name() -> None:
             {"answer": "data_source.truth"},
             "has no field 'data_source.truth' (data.columns.answer); data_source is a str",
         ),
-        ({"prompt": "data_source"}, "data.columns.prompt = data_source: the row has a field prompt of its own"),
+        (
+            {"prompt": "data_source"},
+            "data.columns.prompt = data_source: the row has a field prompt of its own. Set data.columns.prompt=prompt",
+        ),
     ],
 )
 def test_what_is_missing_lists_what_is_there(columns, message) -> None:

@@ -393,7 +393,7 @@ def test_bad_lines_are_errors_that_name_file_and_line(prompt_file, lines: list, 
     ("prompt", "expected"),
     [
         (3, ["prompt = 3", "is a int", "data.chat_template", "list of messages"]),
-        ("<bos> why", ["prompt = '<bos> why' holds '<bos>'", "take data.chat_template: false"]),
+        ("<bos> why", ["prompt = '<bos> why' holds '<bos>'", "take data.chat_template=false"]),
         (' [{"role": "user"}]', ["is a text, the JSON of a list: write the list itself in the file"]),
         ("  ", ["prompt = '  ' is empty"]),
         ([], ["prompt = []", "is empty"]),

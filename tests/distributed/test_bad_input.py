@@ -179,7 +179,7 @@ def test_overlong_prompt_is_an_error(config, tmp_path):
     assert error_before_training(config, f"data.train={file}") == (
         like(
             f"{file}, line 2: the prompt has 14 tokens, more than data.max_prompt_length = 12; "
-            "data.overlong_prompts: drop leaves such prompts out"
+            "data.overlong_prompts=drop leaves such prompts out"
         )
     )
 

@@ -107,7 +107,8 @@ def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directo
     assert refused.wait() == 1
     assert (
         "rollout.tensor_parallel_size = 2: ranks 0-1 lie on node-a and node-b (node-a has 0, node-b has 1): a "
-        "tensor-parallel group stays on one host, unless tensor_parallel_across_hosts is true"
+        "tensor-parallel group stays on one host. Set rollout.tensor_parallel_size=1, or "
+        "tensor_parallel_across_hosts=true"
     ) in refused.said
     odd = "two words\n'single' \"double\" $HOME `id` \\ ; | & * ~ é\t!"
     environment = {"HF_ODD": odd, "NCCL_NUMBER": 7}

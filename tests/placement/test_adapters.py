@@ -76,7 +76,8 @@ def test_the_linear_layers_of_a_mixture_with_dense_layers_and_shared_experts(roo
 def test_a_name_that_is_none(field: str, root: Path) -> None:
     found = refused(root, **{field: ["q_proj", "qproj"]})
     assert found.startswith(f"actor.lora.{field}: qproj names no linear layer of {model(root, 'qwen3')}")
-    assert found.endswith("these can: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj")
+    can = "these can: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    assert found.endswith(f"{can}. Set actor.lora.{field}=[q_proj]")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_routed_experts_routers_and_the_output_layer_have_none(family: str, name
 
 def test_an_exclusion_that_leaves_nothing(root: Path) -> None:
     found = refused(root, target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
-    assert found == "actor.lora.exclude_modules = ['self_attn.q_proj'] leaves no linear layer with an adapter"
+    why = "actor.lora.exclude_modules = ['self_attn.q_proj'] leaves no linear layer with an adapter"
+    assert found == f"{why}. Set actor.lora.exclude_modules=[]"
 
 
 def test_a_directory_of_peft_says_all(root: Path, tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_adapters_go_on_with_the_positions_that_they_were_trained_with(root: Pat
         assert str(caught.value) == (
             f"actor.hf_overrides = {as_flow(overrides)}: the adapters of {KEY}.adapter_path = {tmp_path / 'peft'} were "
             "trained with {max_position_embeddings: 64, rope_scaling: {rope_type: yarn, factor: 4.0, "
-            "original_max_position_embeddings: 16}}. Write actor.hf_overrides: {max_position_embeddings: 64, "
+            "original_max_position_embeddings: 16}}. Set actor.hf_overrides={max_position_embeddings: 64, "
             "rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}}, or merge the "
             "adapters by `hybridflow convert` and train the merged model"
         )

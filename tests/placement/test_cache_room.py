@@ -161,5 +161,8 @@ def test_a_cache_too_small_is_told_one_that_holds_some() -> None:
     """8 sequences of 2,112 blocks and vLLM's own, 1 MiB each: 16.5009765625 GiB, rounded up to four digits."""
     with pytest.raises(ConfigError) as raised:
         run_of("rollout.kv_cache_gib=0.1")
-    assert "rollout.kv_cache_gib = 16.51 holds 8 of the longest at a time" in str(raised.value)
+    assert "rollout.kv_cache_gib=16.51 holds 8 of the longest at a time, rollout.kv_cache_gib=2.064 one" in str(
+        raised.value
+    )
+    assert run_of("rollout.kv_cache_gib=2.064").kv_cache.sequences(1024 + LONGEST) == 1
     assert run_of("rollout.kv_cache_gib=16.51").kv_cache.sequences(1024 + LONGEST) == 8

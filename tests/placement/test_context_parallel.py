@@ -35,13 +35,14 @@ def role(**given: object) -> RoleConfig:
             {"context_parallel_size": 3},
             DELTA,
             False,
-            r"context_parallel_size = 3: .*qwen3.5-4b has gated delta nets, of whose 16 key heads .* divisor of 16",
+            r"context_parallel_size = 3: .*qwen3.5-4b has gated delta nets, of whose 16 key heads "
+            r".* Set actor.context_parallel_size=1, 2, 4, 8 or 16$",
         ),
         (
             {"context_parallel_size": 16, "tensor_parallel_size": 2},
             DELTA,
             False,
-            r"context_parallel_size = 16: .* of whose 8 key heads .* Write a divisor of 8",
+            r"context_parallel_size = 16: .* of whose 8 key heads .* Set actor.context_parallel_size=1, 2, 4 or 8$",
         ),
         (
             {"dtype": "float32"},

@@ -51,8 +51,8 @@ def test_a_tensor_parallel_group_stays_on_a_host(base: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         check_hosts(placed, parse_hosts("a=1,b=3"))
     assert str(error.value).splitlines() == [
-        f"{key} = 2: ranks 0-1 lie on a and b (a has 0, b has 1-3): a tensor-parallel group stays on one host, unless "
-        "tensor_parallel_across_hosts is true"
+        f"{key} = 2: ranks 0-1 lie on a and b (a has 0, b has 1-3): a tensor-parallel group stays on one host. Set "
+        f"{key.split()[0]}=1, or tensor_parallel_across_hosts=true"
         for key in ("actor.tensor_parallel_size", "rollout.tensor_parallel_size (the actor's)")
     ]
     allowed = configured(base, tensor_parallel_across_hosts=True)

@@ -115,27 +115,28 @@ def test_where_the_engine_runs(inputs, tmp_path):
             ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=4"),
             "policy",
             "actor.pipeline_parallel_size = 4 and num_hidden_layers = 6 of {}: 6 layers cannot be cut into 4 pipeline "
-            "stages: 6 are left for 4 equal stages",
+            "stages: 6 are left for 4 equal stages. Set actor.pipeline_parallel_size=2 or 3",
         ),
         (
             ("reference.pipeline_parallel_size=2", "reference.virtual_pipeline_parallel_size=2"),
             "reference",
             "reference.pipeline_parallel_size = 2, reference.virtual_pipeline_parallel_size = 2 and num_hidden_layers "
-            "= 6 of {}: the 3 layers of pipeline stage 0 cannot be cut into 2 model chunks: 3 = 1 x 2 + 1",
+            "= 6 of {}: the 3 layers of pipeline stage 0 cannot be cut into 2 model chunks: 3 = 1 x 2 + 1. Set "
+            "reference.virtual_pipeline_parallel_size=1",
         ),
         (
             ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=2"),
             "critic",
             "critic.pipeline_parallel_size = 4, critic.num_layers_in_first_pipeline_stage = 2 and num_hidden_layers = "
             "6 of {}: 6 layers cannot be cut into 4 pipeline stages: 4 are left for 3 equal stages beside the stages "
-            "of [2]",
+            "of [2]. Set critic.pipeline_parallel_size=2 or 3, or critic.num_layers_in_first_pipeline_stage=3",
         ),
         (
             ("reward.models.0.pipeline_parallel_size=2", "reward.models.0.num_layers_in_last_pipeline_stage=6"),
             "reward",
             "reward.models.0.pipeline_parallel_size = 2, reward.models.0.num_layers_in_last_pipeline_stage = 6 and "
             "num_hidden_layers = 6 of {}: 6 layers cannot be cut into 2 pipeline stages: 0 are left for 1 equal stages "
-            "beside the stages of [6]",
+            "beside the stages of [6]. Set reward.models.0.num_layers_in_last_pipeline_stage=1, 2, 3, 4 or 5",
         ),
     ],
 )
@@ -252,11 +253,11 @@ def test_overrides_are_of_all_roles_with_the_actors_model(inputs, tmp_path):
     other = problem(inputs, tmp_path, *keys, f"reference.model={inputs / 'reference'}")
     assert other == like(
         "data.max_prompt_length + sampling.max_response_length = 300 exceeds max_position_embeddings = 128 of "
-        f"{inputs / 'reference'}. Shorten the rows, or set reference.hf_overrides.max_position_embeddings: 300, and "
-        "rope_parameters there as the model's card says"
+        f"{inputs / 'reference'}. Set sampling.max_response_length=116, or "
+        "reference.hf_overrides.max_position_embeddings=300, with rope_parameters there as the model's card says"
     )
     none = problem(inputs, tmp_path, *keys, "reference.hf_overrides={}")
-    assert none.startswith("data.max_prompt_length") and "set reference.hf_overrides" in none
+    assert none.startswith("data.max_prompt_length") and "reference.hf_overrides.max_position_embeddings=300" in none
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def gib(num_bytes: int) -> str:
 def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, least):
     load(inputs, tmp_path, *keys, gib(least), cuda=cuda)
     message = problem(inputs, tmp_path, *keys, gib(least - 1), cuda=cuda)
-    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes. rollout.kv_cache_gib = " in message
+    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes. rollout.kv_cache_gib=" in message
 
 
 def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
@@ -317,7 +318,8 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
             "rollout.kv_cache_gib = 0.0002 (214,748 bytes) cannot hold one sequence of data.max_prompt_length + "
             "sampling.max_response_length = 20 tokens. An engine rank needs 2 blocks (1 of them vLLM's own) of 32 "
             "tokens x 2 (keys and values) x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes. "
-            "rollout.kv_cache_gib = 0.0003663 holds 1 of the longest at a time"
+            "rollout.kv_cache_gib=0.0003663 holds 1 of the longest at a time, rollout.kv_cache_gib=0.0003663 one; with "
+            "rollout.kv_cache_gib=null the batch and the free memory decide"
         )
     )
     load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.0003663")
@@ -441,11 +443,12 @@ MIXTURE = "configs/shapes/qwen3-30b-a3b"
 
 def test_routing_is_replayed_by_a_mixture_of_experts_alone(inputs, tmp_path):
     rule = "algorithm.policy.replay_routing = true needs a mixture of experts that chooses at least 2 for a token"
-    assert problem(inputs, tmp_path, REPLAY) == f"{rule}: actor.model = {inputs}/policy has no experts"
+    off = ". Set algorithm.policy.replay_routing=false"
+    assert problem(inputs, tmp_path, REPLAY) == f"{rule}: actor.model = {inputs}/policy has no experts{off}"
     few = shutil.copytree(MIXTURE, tmp_path / "few")
     describe(few, num_experts_per_tok=1, vocab_size=100)
     found = problem(inputs, tmp_path, REPLAY, f"actor.model={few}")
-    assert found == f"{rule}: actor.model = {few} has num_experts_per_tok = 1"
+    assert found == f"{rule}: actor.model = {few} has num_experts_per_tok = 1{off}"
 
 
 def test_sizes_of_what_is_replayed(inputs, tmp_path):
@@ -460,10 +463,14 @@ def test_sizes_of_what_is_replayed(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("actor.expert_parallel_size=2",), "actor.expert_parallel_size = 2: {inputs}/policy has no experts"),
+        (
+            ("actor.expert_parallel_size=2",),
+            "actor.expert_parallel_size = 2: {inputs}/policy has no experts. Set actor.expert_parallel_size=1",
+        ),
         (
             ("actor.expert_tensor_parallel_size=2",),
-            "actor.expert_tensor_parallel_size = 2: {inputs}/policy has no experts",
+            "actor.expert_tensor_parallel_size = 2: {inputs}/policy has no experts. Set "
+            "actor.expert_tensor_parallel_size=null",
         ),
     ],
 )

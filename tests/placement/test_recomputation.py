@@ -37,7 +37,9 @@ def test_the_modules_of_a_model(name: str, modules: tuple[str, ...]) -> None:
             check_recompute("actor.recompute", ("core_attn", module), spec)
         said = str(raised.value)
         assert f"actor.recompute = [core_attn,{module}]: {spec.path} has no " in said
-        assert said.endswith(f"{module} means nothing; its modules are {', '.join(modules)}")
+        assert said.endswith(
+            f"{module} means nothing; its modules are {', '.join(modules)}. Set actor.recompute=[core_attn]"
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.run import ProfileConfig
+from hybridflow.config.metrics import ProfileConfig
 from hybridflow.errors import ConfigError, RecordError
 from hybridflow.parallel import device
 from hybridflow.parallel.device import named_range

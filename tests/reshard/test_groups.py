@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.architecture.sharing import check_parallel
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
@@ -139,7 +140,7 @@ def model(**changes: int) -> ModelSpec:
     ("changes", "tp"), [({}, 1), ({}, 2), ({}, 4), ({"num_kv_heads": 1}, 4), ({"num_kv_heads": 2}, 4)]
 )
 def test_models_that_fit(changes: dict[str, int], tp: int) -> None:
-    model(**changes).check_parallel("rollout.tensor_parallel_size", tp)
+    check_parallel(model(**changes), "rollout.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,6 @@ def test_models_that_fit(changes: dict[str, int], tp: int) -> None:
 )
 def test_models_that_do_not_fit_are_refused(changes: dict[str, int], tp: int, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        model(**changes).check_parallel("rollout.tensor_parallel_size", tp)
+        check_parallel(model(**changes), "rollout.tensor_parallel_size", tp)
     for part in [f"rollout.tensor_parallel_size = {tp}", *parts]:
         assert part in str(error.value)
