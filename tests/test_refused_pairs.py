@@ -70,11 +70,15 @@ EXAMPLES = [
     ["num_epochs=1", "num_iterations=1"],
     ["num_epochs=null"],
     ["actor.offload_optimizer=true"],
-    [
-        "algorithm={name: reward_model}",
-        "actor=null",
-        "reward_model={model: m, offload_optimizer: true, optimizer: {lr: 1}}",
-    ],
+    ["actor.offload_gradients=true"],
+    *(
+        [
+            "algorithm={name: reward_model}",
+            "actor=null",
+            f"reward_model={{model: m, {key}, optimizer: {{lr: 1}}}}",
+        ]
+        for key in ("offload_optimizer: true", "offload_gradients: true")
+    ),
     ["metrics.eval_reward=a:b"],
     ["algorithm={name: kto}"],
     # ---- StopConfig
