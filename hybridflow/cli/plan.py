@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
     from hybridflow.automap.device import DeviceProfile
     from hybridflow.placement.forecast import Report
+    from hybridflow.placement.hosts import HostRanks
     from hybridflow.placement.placed import PlacedModels
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
@@ -293,15 +294,7 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.placement.adapter_lines import adapter_lines
     from hybridflow.placement.cache_room import cache_report, cache_words, long_words, with_room
     from hybridflow.placement.forecast import forecast
-    from hybridflow.placement.host_bytes import host_report
-    from hybridflow.placement.hosts import (
-        HostRanks,
-        equal_hosts,
-        for_launch,
-        parse_hosts,
-        place_on_hosts,
-        placement_lines,
-    )
+    from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import PlacedRun, place
 
     facts = known_facts(options, config, DEFAULT_PROFILE)
@@ -310,7 +303,7 @@ def _plan(options: argparse.Namespace) -> int:
     config = with_lengths(config, options.response_tokens)
     config.check_own_directory()
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
-    hosts: Sequence[HostRanks] = ()
+    hosts = None
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
         plan["missing"] = missing_here(config)
@@ -338,14 +331,24 @@ def _plan(options: argparse.Namespace) -> int:
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
-    lie_on = equal_hosts(placed.world_size, RANKS_PER_HOST if facts is None else facts.profile.ranks_per_host)
-    plan["host_memory"] = host_report(placed, hosts or lie_on, _host_memory(options, facts))
+    plan["host_memory"] = _of_hosts(placed, options, facts, hosts)
     plan["verdict"] = verdict_report(placed, facts, plan["host_memory"], elsewhere=options.hosts is not None)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
         print_plan(plan, _console(), whole=options.all)
     return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
+
+
+def _of_hosts(
+    placed: "PlacedModels", options: argparse.Namespace, facts: "Facts | None", hosts: "Sequence[HostRanks] | None"
+) -> "Report":
+    """What the run keeps in their memory. hosts: None: alike in size."""
+    from hybridflow.placement.host_bytes import host_report
+    from hybridflow.placement.hosts import equal_hosts
+
+    per_host = RANKS_PER_HOST if facts is None else facts.profile.ranks_per_host
+    return host_report(placed, hosts or equal_hosts(placed.world_size, per_host), _host_memory(options, facts))
 
 
 def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
