@@ -143,7 +143,7 @@ def test_changes_that_are_enough_together(plan) -> None:
 @pytest.mark.thorough
 def test_more_ranks_where_no_change_suffices(plan) -> None:
     """On CPUs, where the optimizer's state has no other memory to lie in."""
-    given = ("platform=cpu", "--profile", "cpu", "--memory-gib", "40")
+    given = ("platform=cpu", "--profile", "cpu", "--memory-gib", "34")
     found = plan(*given, status=3)["verdict"]["help"]
     assert (found["alone"], found["ranks"]) == ({}, 16)
     changes = [f"{key}={value}" for key, value in found["together"].items()]
