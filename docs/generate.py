@@ -27,6 +27,7 @@ from docs.generator import (  # noqa: E402 (needs that path)
     metrics,
     model_facts,
     refused_pairs,
+    states,
     statuses,
 )
 
@@ -45,6 +46,7 @@ PARTS: Mapping[str, Callable[[str], str]] = {
     "layouts": families.part,
     "fields": fields.part,
     "facts": model_facts.part,
+    "states": states.part,
 }
 # in pages written by hand: from `<!-- generated: NAME ... -->` to `<!-- end of generated -->`
 MARKED = re.compile(r"(<!-- generated: (?P<what>[^>]*?) -->\n).*?(<!-- end of generated -->)", re.DOTALL)

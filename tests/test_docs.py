@@ -414,18 +414,18 @@ def test_every_family_has_a_page_with_three_layouts() -> None:
 
 def test_the_facts_of_a_model_are_those_of_code_plans_and_configs() -> None:
     ran, replay, context, adapters, gpus, recipes = facts("Glm4MoeLite")
-    assert (ran, replay, gpus) == ("no", "yes", "glm-4.7-flash: 8, LoRA 1")
+    assert (ran, replay, gpus) == ("no", "yes", "glm-4.7-flash: 4, LoRA 1")
     assert context == "202,752 tokens, more by `hf_overrides`; context parallelism"
     assert adapters.startswith("`q_a_proj`, `kv_a_proj_with_mqa`, `q_b_proj`, `o_proj`")
     assert re.findall(r"\[(.*?)\]", recipes) == ["glm_4.7_flash_dpo", "glm_4.7_flash_dpo_grpo"]
     assert facts("OPT")[1:3] == ("no experts", "2,048 tokens, no more; context parallelism")
 
 
-@pytest.mark.parametrize(("gpus", "ep", "status"), [(8, 8, 0), (4, 4, 3)])
+@pytest.mark.parametrize(("gpus", "ep", "status"), [(4, 4, 0), (2, 2, 3)])
 def test_the_least_gpus_of_a_model_are_those_of_a_plan(gpus, ep, status, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
-    sizes = ("actor.tensor_parallel_size=4", f"actor.expert_parallel_size={ep}", "actor.sequence_parallel=true")
-    given = ("actor.model=configs/shapes/glm-4.7-flash", *LEAN, *sizes, "rollout.tensor_parallel_size=4")
+    sizes = (f"actor.tensor_parallel_size={gpus}", f"actor.expert_parallel_size={ep}", "actor.sequence_parallel=true")
+    given = ("actor.model=configs/shapes/glm-4.7-flash", *LEAN, *sizes, f"rollout.tensor_parallel_size={gpus}")
     assert plan([str(CONFIG), "--world-size", str(gpus), "--memory-gib", "80", *given]) == status, (
         capsys.readouterr().err
     )

@@ -20,6 +20,8 @@ from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.errors import ConfigError
 from hybridflow.placement.adapters import linear_layers
 from hybridflow.placement.forecast import fullest
+from hybridflow.placement.host_bytes import fullest_host
+from hybridflow.placement.hosts import equal_hosts
 from hybridflow.placement.placed import place
 
 PAGES = ROOT / "docs" / "models"
@@ -30,7 +32,8 @@ RAN = {  # docs/explanation/gpus.md
 }
 GPU_BYTES, MOST_GPUS, HOST, MOST_EXPERT_PARALLEL = 80 << 30, 1024, 8, 64
 STAGES = (1, 2, 4, 8)
-LEAN = ("reference=null", "algorithm.kl.use=none", "actor.recompute=full")
+HOST_BYTES = 2 * 10**12
+LEAN = ("reference=null", "algorithm.kl.use=none", "actor.recompute=full", "actor.offload_optimizer=always")
 LORA = ("actor.lora.rank=32", "actor.lora.alpha=32")
 
 
@@ -106,13 +109,16 @@ def _layouts(shape: str, gpus: int) -> Iterator[list[str]]:
 
 
 def _fits(shape: str, gpus: int, overrides: list[str]) -> bool:
-    """By the memory of the fullest GPU, with libraries: the verdict of `hybridflow plan --memory-gib 80`."""
+    """By the memory of the fullest GPU, with libraries, and of a host: the verdict of `hybridflow plan --memory-gib 80`
+    and a --host-memory-gib of 2 TB."""
     tree = read_tree(ROOT / CONFIG, overrides)
     tree["actor"]["model"] = str(ROOT / SHAPES / shape)
     try:
-        return fullest(place(ExperimentConfig.from_tree(tree, CONFIG), gpus)).needed <= GPU_BYTES
+        run = place(ExperimentConfig.from_tree(tree, CONFIG), gpus)
     except ConfigError:  # the model cannot be cut so
         return False
+    on_host = fullest_host(run, equal_hosts(gpus, HOST)).bytes
+    return on_host <= HOST_BYTES and fullest(run).needed <= GPU_BYTES
 
 
 # ------------------------------------------------------------------------------------------------ recipes

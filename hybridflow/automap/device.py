@@ -133,6 +133,7 @@ class DeviceProfile(Section):
     measured: bool  # where it is used; else it is read somewhere, and was not measured by us
     sources: dict[str, str]
     memory_bytes: PositiveInt  # of the device of a rank; of a CPU, a rank's share
+    host_memory_bytes: PositiveInt | None = None  # of a host, for what its ranks keep there; None: not known
     products: dict[DType, ProductRates]
     # of a product's rate: what products of several experts in one kernel reach
     grouped_efficiency: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -161,7 +162,7 @@ class DeviceProfile(Section):
             raise ValueError("products: give the rates of a dtype at least")
         numbers = {"memory_bytes", "products", "memory_bandwidth", "inside", "between"}
         numbers |= {"grouped_efficiency"} if self.grouped_efficiency < 1 else set()
-        numbers |= {"gradient_bandwidth"} if self.gradient_bandwidth else set()
+        numbers |= {name for name in ("gradient_bandwidth", "host_memory_bytes") if getattr(self, name)}
         missing = sorted(numbers - self.sources.keys())
         if missing:
             raise ValueError(f"sources: {missing[0]} has none: say where the number comes from")

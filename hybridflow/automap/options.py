@@ -34,6 +34,7 @@ from hybridflow.automap.sizes import (
     tensor_sizes,
     values,
 )
+from hybridflow.automap.state_places import at, is_staged, places, staging
 from hybridflow.automap.timing import (
     Work,
     offload_cost,
@@ -48,7 +49,7 @@ from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINE
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.context_parallel import shares_tokens
-from hybridflow.placement.footprint import Footprint
+from hybridflow.placement.footprint import Footprint, staged_bytes
 from hybridflow.placement.forecast import resting, role_memory, rows_together
 from hybridflow.placement.margin import role_bytes
 from hybridflow.placement.overlapped_scoring import asks_for
@@ -282,7 +283,9 @@ class Options:
         if isinstance(given, TrainedRoleConfig):
             choices |= {
                 "recompute": steps(self.specs[name]),
-                "offload_optimizer": (False, True) if self._offloads else (False,),
+                "offload_optimizer": places(
+                    self._model(name, given, layout), self.config, self.work, self.device, cuda=self.cuda
+                ),
                 "offload_gradients": (False, True) if self._offloads else (False,),
             }
         found: list[dict[str, Any]] = [{}]
@@ -308,7 +311,7 @@ class Options:
         return self.config.generates and not self.config.generates_beside
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
-        model = PlacedModel(name, config, self.specs[name], layout, head_of(name))
+        model = self._model(name, config, layout)
         footprints, links = self._footprints(model), role_bytes(model, cuda=self.cuda)
         activations, rest = zip(*((each.activations, resting(each, config).total) for each in footprints), strict=True)
         scoring, early, updating = self._seconds(model)
@@ -326,11 +329,15 @@ class Options:
             resting=tuple(map(sum, zip(rest, links, strict=True))) if name == "actor" else rest,  # those stay
         )
 
+    def _model(self, name: str, config: RoleConfig, layout: Layout) -> PlacedModel:
+        return PlacedModel(name, config, self.specs[name], layout, head_of(name))
+
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:
-        key = self._without_offloading(model)
+        key, staged = self._without_offloading(model), is_staged(model)
         if key not in self._kept:
-            self._kept[key] = role_memory(self.config, model).training
-        return self._kept[key]
+            self._kept[key] = role_memory(self.config, at(model, False) if staged else model).training
+        found = self._kept[key]
+        return tuple(replace(each, optimizer=staged_bytes(each.optimizer)) for each in found) if staged else found
 
     @cached_property
     def _kept(self) -> dict[tuple[Any, ...], tuple[Footprint, ...]]:
@@ -360,9 +367,11 @@ class Options:
                 cost = scoring_cost(model, self.config, self.work, self.device, in_units=True)
                 early = max(scoring, at_once(cost, model.layout.copies("dense"), hosts=hosts))
             if isinstance(model.config, TrainedRoleConfig):
-                updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
+                updating = training_cost(at(model, False), self.config, self.work, self.device).on_share(1.0)
             self._known_seconds[key] = scoring, early, updating
-        return self._known_seconds[key]
+        scoring, early, updating = self._known_seconds[key]
+        staged = staging(model, self.config, self.work, self.device).on_share(1.0) if is_staged(model) else 0.0
+        return scoring, early, updating + staged
 
 
 def undominated(options: Sequence[RoleOption]) -> list[RoleOption]:

@@ -38,7 +38,8 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
-from hybridflow.placement.hosts import HostRanks, check_hosts
+from hybridflow.placement.host_bytes import fullest_host
+from hybridflow.placement.hosts import HostRanks, check_hosts, equal_hosts
 from hybridflow.placement.margin import least_margin
 from hybridflow.placement.placed import PlacedModels, check_models, place
 from hybridflow.placement.verdict import changed, verdict
@@ -72,9 +73,7 @@ class SearchRequest:
 
     @property
     def hosts(self) -> list[HostRanks]:
-        per_host = self.iteration.ranks_per_host
-        starts = range(0, self.world_size, per_host)
-        return [HostRanks(f"host {i}", range(at, min(at + per_host, self.world_size))) for i, at in enumerate(starts)]
+        return equal_hosts(self.world_size, self.iteration.ranks_per_host)
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,15 @@ class _Search:
             plan = plan_of(config_of(self.request, choice), self.request, choice)
         except ConfigError:
             return None
-        return plan if plan.fullest.needed <= self.request.memory_bytes else None
+        return None if self._lacks(plan) else plan
+
+    def _lacks(self, plan: SearchedPlan) -> str:
+        """What the plan takes more than there is of a device's memory, or of a host's; "" where it fits."""
+        request, most = self.request, plan.fullest
+        if most.needed > request.memory_bytes:
+            return f"it holds {gib(most.needed)} GiB on rank {most.rank} ({most.moment})"
+        has, need = request.profile.host_memory_bytes, fullest_host(plan.placed, request.hosts)
+        return "" if has is None or need.bytes <= has else f"{need.words} of {gib(has)}"
 
     def _given(self) -> tuple[SearchedPlan | None, list[SearchedPlan], str]:
         """The config as given where it fits; else what fits of `hybridflow plan`'s suggestions, and why it does not."""
@@ -273,12 +280,9 @@ class _Search:
             plan = plan_of(request.config, request, None)
         except ConfigError as error:
             return None, [], f"is refused: {error}"
-        if plan.fullest.needed <= request.memory_bytes:
+        if not (lacks := self._lacks(plan)):
             return plan, [], ""
-        why_not = (
-            f"does not fit: it holds {gib(plan.fullest.needed)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
-        )
-        return None, [] if request.first else self._mended(plan.placed), why_not
+        return None, [] if request.first else self._mended(plan.placed), f"does not fit: {lacks}"
 
     def _mended(self, placed: PlacedModels) -> list[SearchedPlan]:
         found = verdict(placed, self.request.memory_bytes)
@@ -289,7 +293,7 @@ class _Search:
             assert run is not None, "what is suggested can be placed"
             with contextlib.suppress(ConfigError):  # the plan knows no hosts
                 plans.append(plan_of(run.config, self.request, None))
-        return plans
+        return [plan for plan in plans if not self._lacks(plan)]
 
 
 def gib(num_bytes: float) -> str:

@@ -6,7 +6,13 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
-from hybridflow.placement.footprint import MAIN_BYTES, expert_elements, stage_elements
+from hybridflow.placement.footprint import (
+    MAIN_BYTES,
+    expert_elements,
+    stage_elements,
+    stage_optimizer_bytes,
+    staged_bytes,
+)
 
 ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the last three written, in float32
 SGD_BYTES = 20
@@ -57,17 +63,42 @@ def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device
     dense, experts = _largest(spec, layout, head)
     elements, copies = dense + experts, layout.copies("dense")
     layers = max(layers for layers, _ in layers_of_stages(spec, layout))
-    busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
+    busy, overheads = len(layout.ranks), device.profile.overheads
     own = dense / copies + experts / layout.copies("experts") if _zero1(config) else elements
-    passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
     costs = [
-        device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),
+        device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + _passes(config) * own, busy=busy),
         device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
     ]
     if copies > 1 and _zero1(config):
         size, hosts = device.itemsize(config.dtype) * elements, hosts_of(layout, "copies", device)
         costs.append(device.all_gather(size, copies, hosts=hosts, groups=_side_by_side(layout, hosts)))
     return total(costs)
+
+
+def staging_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
+    """What a step takes longer where the optimizer's state lies in host memory (offload_optimizer = always).
+
+    A part comes while another one goes, over a link that is as fast both ways, and the optimizer steps a third. A step
+    takes the longer of the state's way and of the optimizer's passes over it; the first part's way to the device and
+    the last part's way back come on top. Of a state of s bytes in parts of p bytes that is
+
+        max(s / host_bandwidth, passes) - passes + min(s, 2 p) / host_bandwidth
+
+    On a CPU nothing overlaps: 2 s / host_bandwidth.
+    """
+    state, busy = max(stage_optimizer_bytes(spec, head, layout, config)), len(layout.ranks)
+    if device.profile.shared is not None:
+        return device.to_host(2 * state, busy=busy)
+    dense, experts = _largest(spec, layout, head)
+    own = dense / layout.copies("dense") + experts / layout.copies("experts") if _zero1(config) else dense + experts
+    hidden = device.memory(_passes(config) * own).seconds * device.profile.host_bandwidth  # bytes
+    return device.to_host(max(0.0, state - hidden) + staged_bytes(state), busy=busy)
+
+
+def _passes(config: TrainedRoleConfig) -> int:
+    """Bytes of an element that the optimizer reads and writes."""
+    optimizer = config.optimizer
+    return {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
 
 
 def _zero1(config: TrainedRoleConfig) -> bool:

@@ -18,6 +18,7 @@ from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.generation_time import Responses, generation_cost
 from hybridflow.automap.mean_rows import MeanRows
 from hybridflow.automap.role_time import forward_cost, update_cost
+from hybridflow.automap.step_time import staging_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import FixedDataConfig
@@ -197,7 +198,10 @@ def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Dev
     """All optimizer steps of an iteration."""
     assert isinstance(model.config, TrainedRoleConfig), f"{model.name} has no optimizer"
     rows, steps = updated_rows(model.name, config, work)
-    return update_cost(model.spec, model.layout, model.config, rows, device, head=model.head).times(steps)
+    step = update_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
+    if model.config.offload_optimizer == "always":
+        step += staging_cost(model.spec, model.layout, model.config, device, head=model.head)
+    return step.times(steps)
 
 
 def scored_rows(name: str, config: AnyConfig, work: Work) -> MeanRows:
@@ -322,9 +326,12 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
 
 
 def offload_cost(model: PlacedModel, device: Device) -> Cost:
-    """Optimizer state to host memory and back, where the config wants it there while the engine works."""
+    """Optimizer state to host memory and back, where the config wants it there while the engine works.
+
+    What is always there comes with the steps, see `training_cost`.
+    """
     config = model.config
-    if not isinstance(config, TrainedRoleConfig) or not config.offload_optimizer:
+    if not isinstance(config, TrainedRoleConfig) or config.offload_optimizer is not True:
         return Cost()
     size = max(stage_optimizer_bytes(model.spec, model.head, model.layout, config))
     return device.to_host(2 * size, busy=len(model.layout.ranks))

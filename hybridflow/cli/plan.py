@@ -22,7 +22,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +46,15 @@ from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
+    from hybridflow.automap.auto import Facts
     from hybridflow.automap.device import DeviceProfile
     from hybridflow.placement.forecast import Report
+    from hybridflow.placement.hosts import HostRanks
     from hybridflow.placement.placed import PlacedModels
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
+RANKS_PER_HOST = 8  # where no device is known
 DOES_NOT_FIT = 3  # exit status; 2 is argparse's
 
 
@@ -88,6 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices to search on")
     parser.add_argument(
         "--memory-gib", type=_positive_float, metavar="GIB", help="memory of a device (default: the profile's)"
+    )
+    parser.add_argument(
+        "--host-memory-gib", type=_positive_float, metavar="GIB", help="memory of a host (default: the profile's)"
     )
     parser.add_argument(
         "--minutes", type=_positive_float, default=0.8, metavar="M", help="minutes of the search (default 0.8)"
@@ -146,7 +152,9 @@ def _search(options: argparse.Namespace) -> None:
         missing = check_before_search(on_devices_of(config, facts))
     config = with_lengths(config, options.response_tokens)
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
-    profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
+    profile = facts.profile.model_copy(
+        update={"ranks_per_host": per_host, "host_memory_bytes": _host_memory(options, facts)}
+    )
     work = work_with(work_of(config, profile), options.prompt_tokens, options.response_tokens)
     print_search(
         config,
@@ -199,6 +207,13 @@ def _profile(options: argparse.Namespace, tree: Mapping[str, Any]) -> "DevicePro
 
 def _memory(options: argparse.Namespace) -> int | None:
     return None if options.memory_gib is None else int(options.memory_gib * GIB)
+
+
+def _host_memory(options: argparse.Namespace, facts: "Facts | None") -> int | None:
+    """Bytes of a host; None: not known."""
+    if options.host_memory_gib is not None:
+        return int(options.host_memory_gib * GIB)
+    return None if facts is None else facts.profile.host_memory_bytes
 
 
 def _console() -> Console:
@@ -287,6 +302,7 @@ def _plan(options: argparse.Namespace) -> int:
     config = with_lengths(config, options.response_tokens)
     config.check_own_directory()
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
+    hosts = None
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
         plan["missing"] = missing_here(config)
@@ -314,12 +330,24 @@ def _plan(options: argparse.Namespace) -> int:
     plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
-    plan["verdict"] = verdict_report(placed, facts, elsewhere=options.hosts is not None)
+    plan["host_memory"] = _of_hosts(placed, options, facts, hosts)
+    plan["verdict"] = verdict_report(placed, facts, plan["host_memory"], elsewhere=options.hosts is not None)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
         print_plan(plan, _console(), whole=options.all)
     return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
+
+
+def _of_hosts(
+    placed: "PlacedModels", options: argparse.Namespace, facts: "Facts | None", hosts: "Sequence[HostRanks] | None"
+) -> "Report":
+    """What the run keeps in their memory. hosts: None: alike in size."""
+    from hybridflow.placement.host_bytes import host_report
+    from hybridflow.placement.hosts import equal_hosts
+
+    per_host = RANKS_PER_HOST if facts is None else facts.profile.ranks_per_host
+    return host_report(placed, hosts or equal_hosts(placed.world_size, per_host), _host_memory(options, facts))
 
 
 def _timed(placed: "PlacedModels", options: argparse.Namespace, memory_bytes: int | None) -> "Report":

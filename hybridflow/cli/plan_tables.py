@@ -65,7 +65,7 @@ def _print_short(plan: "Report", console: Console) -> None:
             console.print(Text(f"{plan['kv_cache'][line]}."))
         console.print(Text(f"Weight sync: {moved}, all ranks {_bytes(received['total'])}."))
     notes = *plan["adapters"], *(f"{note}." for note in plan.get("rollout_notes", ()))
-    for note in (*notes, _checkpoint_line(plan["checkpoint"])):
+    for note in (*notes, *_host_lines(plan), _checkpoint_line(plan["checkpoint"])):
         console.print(Text(note), soft_wrap=True)
     console.print(Text("--all shows each role's memory, the ways of the sync, and a checkpoint by rank."))
 
@@ -150,7 +150,14 @@ def _few(ranks: list[int]) -> str:
 def _more_lines(plan: "Report") -> list[str]:
     """On libraries, and on the KV cache where there is one."""
     cache = plan.get("kv_cache", {})
-    return [plan["libraries"] or ON_GPUS, *(f"{cache[line]}." for line in ("line", "long_line") if cache)]
+    return [plan["libraries"] or ON_GPUS, *(f"{cache[line]}." for line in ("line", "long_line") if cache)] + (
+        _host_lines(plan)
+    )
+
+
+def _host_lines(plan: "Report") -> list[str]:
+    """On host memory, where a run keeps something there."""
+    return [plan["host_memory"]["line"]] if plan["host_memory"] else []
 
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
@@ -242,8 +249,8 @@ def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
     when = _when_saved(interval, checkpoint["save_minutes"])
     memory = " A save takes memory for one tensor at a time."
-    if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
-        memory = " On GPUs the copies are page-locked, and take up to twice as much memory."
+    if checkpoint["async_save"]:
+        memory = " The line on host memory has what the blocks of the copies take."
     notes = [f"{when}; at most {checkpoint['num_kept']} at a time, with the one under way: {_bytes(kept)}.{memory}"]
     return [*notes, _disk_line(checkpoint)]
 

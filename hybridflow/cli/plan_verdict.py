@@ -7,6 +7,7 @@ from hybridflow.config import RunConfig
 from hybridflow.parallel.ranks import counted
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import fullest
+from hybridflow.placement.host_bytes import host_bytes
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.placement.verdict import Change, Verdict, verdict
 
@@ -41,11 +42,20 @@ def on_devices_of(config: Config, facts: "Facts | None") -> Config:
     return config.model_copy(update={"platform": facts.platform})
 
 
-def verdict_report(run: "PlacedModels", facts: "Facts | None", *, elsewhere: bool = False) -> "Report":
+def verdict_report(run: "PlacedModels", facts: "Facts | None", host: "Report", *, elsewhere: bool = False) -> "Report":
     """fits: None where no device is named: a config may be meant for other machines than this one.
 
-    elsewhere: the hosts of the run are named, and need not be this one.
+    host: `host_bytes.host_report`: a run whose hosts lack memory does not fit. elsewhere: the hosts of the run are
+    named, and need not be this one.
     """
+    found = _of_devices(run, facts, elsewhere=elsewhere)
+    if not host.get("lacks"):
+        return found
+    devices = f" {found['line']}" if found["fits"] is False else ""
+    return {**found, "fits": False, "line": f"Does not fit: {host['line']}{devices}"}
+
+
+def _of_devices(run: "PlacedModels", facts: "Facts | None", *, elsewhere: bool) -> "Report":
     if facts is None:
         here = "" if elsewhere else _of_this_machine(run)
         return {"fits": None, "line": f"{here}{OTHERS}" if here else UNKNOWN}
@@ -86,9 +96,9 @@ def _of_this_machine(run: "PlacedModels") -> str:
     if run.cuda or run.config.platform == "cuda" or facts_of_gpus({}) is not None:
         return ""
     memory = host_memory()[1] // run.world_size
-    if memory <= LEAST_MEMORY:  # a run of other machines
+    room = memory - LEAST_MEMORY - max(each.total() for each in host_bytes(run))
+    if room <= 0:  # a run of other machines
         return ""
-    room = memory - LEAST_MEMORY
     found = Verdict(fullest(with_room(run, room)), room)
     where, needed = f"rank {found.fullest.rank} in {found.fullest.moment}", _gib(found.fullest.bytes)
     verdict = f"fits: {where} is fullest, with" if found.fits else f"does not fit: {where} needs"

@@ -33,7 +33,11 @@ from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, DataError, Reasons, RewardError, remedy
 from hybridflow.inspection.attention import check_heads
 from hybridflow.parallel.device import num_devices
+from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.platform import prepare_imports
+from hybridflow.parallel.torchrun import host_name
+from hybridflow.placement.host_bytes import check_host_memory
+from hybridflow.placement.hosts import HostRanks
 from hybridflow.placement.placed import check_models, check_output_dir, place
 from hybridflow.rewards.specs import check_columns, check_row, pool_specs
 from hybridflow.user_code import load_function, search_beside
@@ -50,13 +54,18 @@ FIELDS = {
 }
 
 
-def check_here(config: AnyConfig, world_size: int, *, output: bool = False, reads: bool = True) -> None:
+def check_here(
+    config: AnyConfig, world_size: int, *, output: bool = False, reads: bool = True, ranks: range | None = None
+) -> None:
     """Whether a run with this config could begin on this machine. Errors: ConfigError with a line a reason.
 
     output: also whether the run directory can be written. reads: also by the tokenizer, and by names of weights.
+    ranks: those of this host; with `reads` also whether the host has the memory that optimizers and saves take of it.
     """
     reasons = Reasons()
-    reasons.collect(place, config, world_size)
+    run = reasons.collect(place, config, world_size)
+    if reads and run is not None and ranks is not None:
+        reasons.collect(check_host_memory, run, HostRanks(host_name(), ranks), host_memory()[0])
     note_missing(config, reasons, reads=reads)
     if output:
         reasons.collect(check_output_dir, config)
@@ -271,10 +280,12 @@ def _check_columns(row: Row, key: str, config: AnyConfig) -> None:
     raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")
 
 
-def number_of_ranks(tree: dict[str, Any], config: AnyConfig, source: str | Path, given: int | None) -> int:
+def number_of_ranks(
+    tree: dict[str, Any], config: AnyConfig, source: str | Path, given: int | None, *, trains: bool = True
+) -> int:
     """As given; else all GPUs of this host, or on CPUs the fewest that fit.
 
-    config: of the tree, with neutral values for `auto`.
+    config: of the tree, with neutral values for `auto`. trains: whether the run has optimizers.
     Errors: ConfigError with all reasons why the run cannot begin on that many, and on how many it could.
     """
     prepare_imports(config.platform)
@@ -286,7 +297,7 @@ def number_of_ranks(tree: dict[str, Any], config: AnyConfig, source: str | Path,
         wanted, problem = world_size_to_try(config)
         none_fits = problem is not None
     try:
-        check_here(config, wanted, output=True)
+        check_here(config, wanted, output=True, ranks=range(wanted) if trains else None)
     except ConfigError as error:
         first = f"no number of ranks fits; on {wanted}, the least that the grids need:\n" if none_fits else ""
         raise ConfigError(f"{first or _other_number(config, source, wanted)}{error}") from error

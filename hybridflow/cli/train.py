@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_intermixed_args(given)  # options may stand between overrides
+    options.trains = not (options.rollout_only or options.evaluate)
     if options.hostfile is not None:
         if options.nproc is not None:
             parser.error("--nproc is for one host; the slots of --hostfile say how many ranks each host has")
@@ -87,8 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.nnodes is not None:
         parser.error("--nnodes needs --hostfile, a file with a line a host: NAME slots=RANKS")
     try:
-        status = _ended_ranks(options, given)
-        if status is not None:
+        if (status := _ended_ranks(options, given)) is not None:
             return status
         _train(options)
     except Stopped as stopped:
@@ -172,7 +172,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     from hybridflow.cli.refusals import number_of_ranks
     from hybridflow.parallel.agent import run_ranks
 
-    num_ranks = number_of_ranks(tree, config, options.config, options.nproc)
+    num_ranks = number_of_ranks(tree, config, options.config, options.nproc, trains=options.trains)
     if num_ranks == 1:
         return None
     with file_for_ranks(options.config) as file:
@@ -233,7 +233,8 @@ def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[N
     if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
         from hybridflow.cli.refusals import check_here
 
-        check_here(config, world_size, reads=started().local_rank == 0)  # one rank of a host reads
+        at = started()  # one rank of a host reads
+        check_here(config, world_size, reads=at.local_rank == 0, ranks=at.ranks_here if options.trains else None)
     if rank != 0:
         yield
         return

@@ -13,11 +13,15 @@ from hybridflow.parallel.host_memory import LEAST_MEMORY
 from hybridflow.parallel.ranks import counted, shown
 from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, forecast, memory_of, peaks
+from hybridflow.placement.host_bytes import HostNeed, needs
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.placed import PlacedModels, place
 
 AREA = "plan"
-LESS = "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer, or more ranks; hybridflow.plan shows what takes it"
+LESS = (
+    "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer=always on GPUs, or more ranks; hybridflow.plan shows "
+    "what takes it"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     try:
         run = place(config, world_size, cuda=bool(free.gpus))
         run = with_room(run, min(free.gpus.values())) if free.gpus else run
-        check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
+        lie_on = [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts]
+        check_hosts(run, lie_on)
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
         return [Finding(AREA, "layout", "all", line, "fail", advice=advice) for line in str(error).splitlines()]
@@ -42,12 +47,15 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     if run.rollout is not None and run.rollout.ranks != run.trained.layout.ranks:
         lie["engine"] = run.rollout.ranks
     roles = ", ".join(f"{name} on {shown(ranks)}" for name, ranks in lie.items())
-    needed = peaks(memory_of(run), range(run.world_size))
-    memory = gpu_finding if free.gpus else memory_finding
+    needed, taken = peaks(memory_of(run), range(run.world_size)), {need.host.name: need for need in needs(run, lie_on)}
 
     return [
         Finding(AREA, "layout", "all", f"{counted(world_size)}: {roles}"),
-        *(memory(host, [needed[rank] for rank in host.ranks], free) for host in hosts),
+        *(
+            finding
+            for host in hosts
+            for finding in _memory_findings(host, [needed[rank] for rank in host.ranks], taken[host.name], free)
+        ),
         *_disk_findings(run, free, hosts[0]),
     ]
 
@@ -67,9 +75,25 @@ def gpu_finding(host: Host, needed: Sequence[Fullest], free: Free) -> Finding:
     return Finding(AREA, "GPU memory", host.name, value, figures=figures)
 
 
-def memory_finding(host: Host, needed: Sequence[Fullest], free: Free) -> Finding:
-    """Of all ranks of a host, which share the host's memory."""
-    bytes_needed, available = sum(each.bytes for each in needed), free.memory[host.name]
+def _memory_findings(host: Host, needed: Sequence[Fullest], taken: HostNeed, free: Free) -> list[Finding]:
+    if not free.gpus:
+        return [memory_finding(host, needed, taken, free)]
+    return [gpu_finding(host, needed, free), *([host_finding(host, taken, free)] if taken.by_key else [])]
+
+
+def host_finding(host: Host, taken: HostNeed, free: Free) -> Finding:
+    """What the host's ranks take of its memory for their GPUs."""
+    available = free.memory[host.name]
+    value = f"{taken.words}, {gigabytes(available)} are available"
+    figures = {"needed_bytes": taken.bytes, "available_bytes": available}
+    if taken.bytes > available:
+        return Finding(AREA, "memory", host.name, value, "fail", advice=taken.remedy(available), figures=figures)
+    return Finding(AREA, "memory", host.name, value, figures=figures)
+
+
+def memory_finding(host: Host, needed: Sequence[Fullest], taken: HostNeed, free: Free) -> Finding:
+    """Of all ranks of a host, which share the host's memory. taken: what is not in the table of device memory."""
+    bytes_needed, available = sum(each.bytes for each in needed) + taken.bytes, free.memory[host.name]
     ranks = counted(len(host.ranks), "rank")
     value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
     figures = {"needed_bytes": bytes_needed, "available_bytes": available}

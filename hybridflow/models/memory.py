@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.host_memory import ALIGNMENT, PART_BYTES
 from hybridflow.parallel.platform import zero_function
 
-BLOCK_BYTES, ALIGNMENT = 256 << 20, 64  # of host memory
+BLOCK_BYTES = PART_BYTES  # of host memory
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -16,10 +16,10 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from hybridflow.models.memory import ALIGNMENT, host_block, storages
+from hybridflow.models.memory import host_block, storages
 from hybridflow.models.optimizer_state import MAIN, OwnedState, Stepped, count_device, counts_in_groups, stepped
 from hybridflow.parallel.device import current_device, wait_for
-from hybridflow.parallel.host_memory import GIB, SLOTS, part_blocks
+from hybridflow.parallel.host_memory import ALIGNMENT, GIB, SLOTS, part_blocks
 from hybridflow.parallel.lanes import in_two_slots
 from hybridflow.parallel.platform import new_lanes
 from hybridflow.parallel.torchrun import torchrun_rank

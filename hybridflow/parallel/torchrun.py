@@ -90,6 +90,12 @@ class Started:
     local_world_size: int
     node: int  # torchrun's group rank: a host is what one agent has started
 
+    @property
+    def ranks_here(self) -> range:
+        """Of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
 
 def started() -> Started:
     """As torchrun tells it, before any process group exists."""

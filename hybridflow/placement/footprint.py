@@ -23,6 +23,7 @@ from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.config.recompute import Recompute, modules_of
+from hybridflow.parallel.host_memory import SLOTS, part_blocks
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 from hybridflow.placement.context_parallel import context_bytes
@@ -141,6 +142,11 @@ def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: T
         + optimizer_bytes(own, config.optimizer, dtype=config.dtype, copies=layout.copies("experts"))
         for each, own in zip(elements, experts, strict=True)
     )
+
+
+def staged_bytes(state_bytes: int) -> int:
+    """Of an optimizer's state in host memory, what a step has on the device at a time: the parts of all slots."""
+    return min(state_bytes, SLOTS * part_blocks(state_bytes)[1])
 
 
 # ------------------------------------------------------------------------------------------------ activations

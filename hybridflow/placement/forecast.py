@@ -25,6 +25,7 @@ from hybridflow.placement.footprint import (
     sampler_bytes,
     stage_elements,
     stage_optimizer_bytes,
+    staged_bytes,
     together,
     training_activation_bytes,
 )
@@ -89,10 +90,11 @@ class RoleMemory:
                 tokens=tokens,
             )
             return Footprint(weights=itemsize * elements, activations=activations)
+        state = stage_optimizer_bytes(spec, self.model.head, layout, config)[stage]
         return Footprint(
             weights=itemsize * elements,
             gradients=gradient_bytes(stage_elements(spec, self.model.head, layout, trained=True)[stage]),
-            optimizer=stage_optimizer_bytes(spec, self.model.head, layout, config)[stage],
+            optimizer=staged_bytes(state) if config.offload_optimizer == "always" else state,
             activations=training_activation_bytes(
                 spec,
                 layout,

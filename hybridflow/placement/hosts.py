@@ -41,6 +41,12 @@ def parse_hosts(text: str) -> list[HostRanks]:
     return hosts
 
 
+def equal_hosts(world_size: int, per_host: int) -> list[HostRanks]:
+    """As many hosts as it takes; the last may have fewer ranks."""
+    starts = range(0, world_size, per_host)
+    return [HostRanks(f"host {i}", range(at, min(at + per_host, world_size))) for i, at in enumerate(starts)]
+
+
 def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
     """Errors: ConfigError unless each tensor-parallel group lies on one host, or the config says that it need not.
 

@@ -21,8 +21,9 @@ from hybridflow.architecture.weight import Weight
 from hybridflow.architecture.weights import embedding, head_weights, is_trained, layer_weights, staged_weights
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
+from hybridflow.parallel.host_memory import packed_bytes
 from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
-from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
+from hybridflow.placement.footprint import ITEM_BYTES, MAIN_BYTES, optimizer_bytes
 from hybridflow.placement.placed import PlacedModel, PlacedModels
 
 STEPS_BYTES = 8  # the number of optimizer steps
@@ -44,18 +45,44 @@ REGISTERED = (
 
 def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, int]:
     """By rank of the model's grid. bucket_bytes: of the buckets that the weights lie in; None: there is one."""
+    found = {rank: sum(sizes) for rank, sizes in written_sizes(model, bucket_bytes=bucket_bytes).items()}
+    if isinstance(model.config, TrainedRoleConfig):
+        found[model.layout.ranks[0]] += STEPS_BYTES
+    return found
+
+
+def written_sizes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, tuple[int, ...]]:
+    """By rank of the model's grid: the bytes of each tensor that the rank writes, in their order."""
     layout, found = model.layout, {}
     stages = [_Stage(model, stage, bucket_bytes) for stage in range(layout.pp)]
-    alike: dict[tuple[int, int, int, bool], int] = {}  # of the other tensor-parallel ranks none writes what all hold
+    # of the other tensor-parallel ranks none writes what all hold
+    alike: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for rank in layout.ranks:
         at = layout.coordinates(rank)
         key = (at.pp, layout.copy_index("dense", at), layout.copy_index("experts", at), at.tp > 0)
         if key not in alike:
-            alike[key] = stages[at.pp].bytes_of(at)
+            alike[key] = tuple(stages[at.pp].sizes_of(at))
         found[rank] = alike[key]
-    if isinstance(model.config, TrainedRoleConfig):
-        found[layout.ranks[0]] += STEPS_BYTES
     return found
+
+
+def copied_bytes(run: PlacedModels) -> dict[int, int]:
+    """By rank: host memory for the copies that checkpoint.async_save makes of what the rank writes, and keeps.
+
+    A tensor is taken to be in one piece; ZeRO-1 may have it in several, which leave less room unused.
+    """
+    sizes: dict[int, list[int]] = {rank: [] for rank in range(run.world_size)}
+    for model, bucket_bytes in _saved(run):
+        for rank, own in written_sizes(model, bucket_bytes=bucket_bytes).items():
+            sizes[rank] += own
+    return {rank: packed_bytes(own, locked=run.cuda) for rank, own in sizes.items()}
+
+
+def _saved(run: PlacedModels) -> Iterator[tuple[PlacedModel, int | None]]:
+    """(model, bytes of its buckets), in the order in which a checkpoint has them."""
+    for name, model in run.models.items():
+        if isinstance(model.config, TrainedRoleConfig) or (run.config.algorithm.kl.resets and name == "reference"):
+            yield model, run.config.bucket_bytes(cuda=True) if name == "actor" else None
 
 
 def most_kept(config: CheckpointConfig, num_iterations: int) -> int:
@@ -82,9 +109,8 @@ class _Stage:
     number: int
     bucket_bytes: int | None
 
-    def bytes_of(self, at: TrainingCoordinates) -> int:
-        """What a rank of this stage writes."""
-        total = 0
+    def sizes_of(self, at: TrainingCoordinates) -> Iterator[int]:
+        """Bytes of the tensors that a rank of this stage writes: each weight, and its state in float32."""
         for i, weight in enumerate(self._weights):
             if weight == self._copy or (weight.split is Split.REPLICATED and at.tp > 0):
                 continue
@@ -92,8 +118,8 @@ class _Stage:
             own = self._sizes[weight] if i in self._dealt[weight.group][copy] else 0
             state = 0 if _is_constant(weight) else self._shares[weight][copy] if self._zero1 else own
             dtype = "float32" if weight.float32 else self.model.config.dtype
-            total += ITEM_BYTES[dtype] * own + self._state_bytes(dtype) * state
-        return total
+            yield from [ITEM_BYTES[dtype] * own] * (own > 0)
+            yield from [MAIN_BYTES * state] * (self._state_bytes(dtype) // MAIN_BYTES if state else 0)
 
     @property
     def _optimizer(self) -> OptimizerConfig | None:
@@ -239,11 +265,9 @@ def _padded(number: int, multiple: int) -> int:
 def checkpoint_report(run: PlacedModels) -> dict[str, Any]:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
-    for name, model in run.models.items():
-        if isinstance(model.config, TrainedRoleConfig) or (run.config.algorithm.kl.resets and name == "reference"):
-            bucket_bytes = run.config.bucket_bytes(cuda=True) if name == "actor" else None
-            for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
-                written[rank] += size
+    for model, bucket_bytes in _saved(run):
+        for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
+            written[rank] += size
     # of a run of so many passes only the data tells the number of iterations
     num_iterations = run.config.num_iterations or MANY_ITERATIONS
     num_kept, of_ranks = most_kept(config, num_iterations), spread(written.values())

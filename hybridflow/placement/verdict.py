@@ -15,6 +15,7 @@ from hybridflow.config import TrainedRoleConfig
 from hybridflow.config.kinds import AnyConfig
 from hybridflow.errors import UserError
 from hybridflow.placement.cache_room import with_room
+from hybridflow.placement.footprint import staged_bytes
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.placed import PlacedModels, PlacedRun, place
 from hybridflow.placement.recomputation import further
@@ -112,6 +113,10 @@ def _changes(run: PlacedModels, found: Verdict) -> Iterator[Change]:
     for name, role in models.items():
         if role.micro_batch_tokens > longest:
             yield f"{name}.micro_batch_tokens", longest
+    for name in trained if run.cuda else ():  # a CPU has one memory
+        state = found.fullest.roles[name].optimizer
+        if staged_bytes(state) < state:
+            yield f"{name}.offload_optimizer", "always"
     steps = [(f"{name}.recompute", further(role.recompute, run.models[name].spec)) for name, role in trained.items()]
     for number in range(max((len(values) for _, values in steps), default=0)):
         yield from ((key, values[number]) for key, values in steps if number < len(values))

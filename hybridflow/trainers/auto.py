@@ -103,7 +103,8 @@ def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
     """Of the devices that this process computes on."""
     given = tree.get("device_profile")
     hosts = parse_hosts(torchrun.hosts_of_ranks())
-    changes = {"ranks_per_host": max(len(host.ranks) for host in hosts)}
+    per_host = max(len(host.ranks) for host in hosts)
+    changes = {"ranks_per_host": per_host, "host_memory_bytes": host_memory()[1]}
     if uses_cuda():
         name = torch.cuda.get_device_name()
         known = next((profile for part, profile in BY_NAME if part in name), None)

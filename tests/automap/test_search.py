@@ -429,7 +429,7 @@ def test_a_suggestion_that_hosts_refuse_is_left_out() -> None:
         ROOT / "configs/recipes/ultrachat_mistral_7b_sft.yaml", [*own, "actor.tensor_parallel_size=4", ON_GPUS]
     )
     device = load_profile("h100").model_copy(update={"ranks_per_host": 4})
-    asked = SearchRequest(config, 16, device, 118 << 30, seconds=0.0)
+    asked = SearchRequest(config, 16, device, 100 << 30, seconds=0.0)
     assert _Search(asked, exhaustive=False)._given()[:2] == (None, [])
     roomy = replace(asked, profile=device.model_copy(update={"ranks_per_host": 8}))
     assert _Search(roomy, exhaustive=False)._given()[1]

@@ -28,6 +28,7 @@ from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.ranks import counted
 from hybridflow.roles.base import RunContext
@@ -131,6 +132,7 @@ def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Pa
         "name": name,
         "measured": True,
         "memory_bytes": platform.memory_bytes(),
+        "host_memory_bytes": host_memory()[1],
         "products": {dtype: ProductRates(table=table) for dtype, table in tables.items()},
         "grouped_efficiency": found.grouped,
         "attention_forward": found.attention[0],
