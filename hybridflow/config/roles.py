@@ -221,8 +221,8 @@ class TrainedRoleConfig(RoleConfig):
     """Activations that the backward pass computes again: none, core attention (selective), all (full), or those of
     modules. A list names the modules: core_attn, layernorm, mlp, moe, moe_act, shared_experts."""
     offload_optimizer: bool | Literal["always"] = False
-    """Whether optimizer state lies in host memory: true: during generation; always: but for the parts of it that a step
-    has on the device, two at a time."""
+    """Whether optimizer state lies in host memory. true: during generation. always: a step brings parts of the state to
+    the device, two at a time."""
     offload_gradients: bool = False
     """Whether the memory of gradients is freed during generation."""
     overlap: bool | None = None
